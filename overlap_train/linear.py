@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable as refusing
 
 from .config import OverlapConfig
-from .group.domain import profiled
-from .ops.plan_cache import OnPlan, PlannedLinear, plan_of
+from .group.domain import is_profiling, profiled
+from .ops.plan_cache import OnPlan, PlannedOp, op_of
 from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from .ops.table import start_gather, start_scatter
 from .ops.wgrad import WeightGradient
@@ -62,7 +62,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def column_forward(
-    linear: PlannedLinear, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
+    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
     domain, plan, tags = linear.domain, linear.plan, linear.tags
@@ -73,7 +73,7 @@ def column_forward(
 
 
 def column_backward(
-    linear: PlannedLinear, dy_shard_n: torch.Tensor, x: torch.Tensor | None, w_shard_n: torch.Tensor,
+    linear: PlannedOp, dy_shard_n: torch.Tensor, x: torch.Tensor | None, w_shard_n: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_m [M/W, K] = reduce_scatter(dy_shard_n @ w_shard_n), or None.
@@ -83,7 +83,7 @@ def column_backward(
     domain, plan, tags = linear.domain, linear.plan, linear.tags
     dx_shard_m = scatter = gather = None
     wgrad = None if dw is None else plan.wgrad
-    with linear.backward(wants_dx, dw is not None):
+    with linear.backward[wants_dx, dw is not None]:
         if wgrad is not None:
             assert x is not None
             gather = start_gather(domain, wgrad, tags.wgrad, x)
@@ -95,21 +95,24 @@ def column_backward(
         if dw is not None:
             gathered = x if gather is None else gather.gathered_view()
             assert gathered is not None
-            with profiled(tags.ranges[2]), domain.span.products_beside(None if scatter is None else plan.dgrad):
+            if is_profiling() or (scatter is not None and plan.dgrad.spared_sms):
+                with profiled(tags.ranges[2]), domain.span.products_beside(None if scatter is None else plan.dgrad):
+                    dw.add(dy_shard_n, gathered)
+            else:
                 dw.add(dy_shard_n, gathered)
         if scatter is not None:
             dx_shard_m = scatter.finish()
     return dx_shard_m
 
 
-def row_forward(linear: PlannedLinear, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
+def row_forward(linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
     with linear.forward:
         return start_scatter(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
 
 
 def row_backward(
-    linear: PlannedLinear, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w_shard_k: torch.Tensor,
+    linear: PlannedOp, dy_shard_m: torch.Tensor, x: Callable[[], torch.Tensor], w_shard_k: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_k [M, K/W] = all_gather(dy_shard_m) @ w_shard_k, or None.
@@ -118,7 +121,7 @@ def row_backward(
     not wanted.
     """
     domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
-    with linear.backward(True, dw is not None):  # the peers want dy_shard_m, whatever this rank does
+    with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
         gather = start_gather(domain, plan.dgrad, tags.dgrad, dy_shard_m)
         if wants_dx:
             dx_shard_k = gather.matmul(w_shard_k)
@@ -173,13 +176,10 @@ def all_gather_linear(
         return run_eagerly(
             all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
-    planned = plan_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, tries=True)
-    linear = planned.next_call(name)
-    if on_plan is not None:
-        on_plan(linear.plan, planned.trial)
-    y = _apply_all_gather(as_rows(x_shard_m), w_shard_n, linear)
+    op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
+    y = _apply_all_gather(x_shard_m if x_shard_m.dim() == 2 else as_rows(x_shard_m), w_shard_n, op)
     if x_shard_m.dim() > 2:
-        y = y.view(x_shard_m.shape[0] * linear.domain.world_size, *x_shard_m.shape[1:-1], -1)
+        y = y.view(x_shard_m.shape[0] * op.domain.world_size, *x_shard_m.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -214,13 +214,10 @@ def linear_reduce_scatter(
         return run_eagerly(
             linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
-    planned = plan_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, tries=True)
-    linear = planned.next_call(name)
-    if on_plan is not None:
-        on_plan(linear.plan, planned.trial)
-    y = _apply_reduce_scatter(as_rows(x_shard_k), w_shard_k, linear)
+    op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
+    y = _apply_reduce_scatter(x_shard_k if x_shard_k.dim() == 2 else as_rows(x_shard_k), w_shard_k, op)
     if x_shard_k.dim() > 2:
-        y = y.view(x_shard_k.shape[0] // linear.domain.world_size, *x_shard_k.shape[1:-1], -1)
+        y = y.view(x_shard_k.shape[0] // op.domain.world_size, *x_shard_k.shape[1:-1], -1)
     return y if bias is None else y + bias
 
 
@@ -237,7 +234,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor:
         y_shard_n, saved = column_forward(linear, x_shard_m, w_shard_n)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight = linear, w_shard_n
@@ -256,7 +253,7 @@ class _AllGatherLinear(torch.autograd.Function):
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedLinear) -> torch.Tensor:
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor:
         y_shard_m = row_forward(linear, x_shard_k, w_shard_k)
         ctx.linear, ctx.weight = linear, w_shard_k  # as above
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)

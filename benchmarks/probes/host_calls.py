@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import Tag
 from overlap_train.ops.plan_cache import plan_of
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.ops.table import start_gather, start_scatter

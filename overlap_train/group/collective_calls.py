@@ -12,8 +12,7 @@ import torch
 
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from ..symmetric.host import share_on_machine
-from .faults import FaultRecord, OverlapMismatchError
-from .tags import Tag, epoch_of, next_word
+from .signals import FaultRecord, OverlapMismatchError, Tag, epoch_of, next_word
 
 _NOTED = 1024  # calls; a host is no further ahead of its GPU than the 1024 launches that a stream queues
 
@@ -74,7 +73,7 @@ class NotedCalls:
         self._words = memoryview(table.view(torch.int64).numpy())  # a word in 40 ns; of an array in 100
 
     def enter(self, tag: Tag) -> None:
-        self._fault.know(tag)
+        self._fault.register(tag)
         self._word = word = next_word(self._word, tag)
         row = epoch_of(word) % _NOTED * self._world
         self._words[row + self._rank] = word

@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 
 from ..gpu.driver import CudaDriver
-from .faults import poll
+from .signals import poll
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,8 @@ class HostCopyEngine:
 
     def wait_kept(self) -> None:
         with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
+            while self._pending:
+                self._idle.wait()
 
     def begin_ahead(self) -> None:
         self._ahead = 0
@@ -285,7 +286,8 @@ class HostCopyEngine:
     def join(self) -> None:
         left, self._ahead = self._ahead or 0, None
         with self._idle:
-            self._idle.wait_for(lambda: self._pending <= left)
+            while self._pending > left:
+                self._idle.wait()
         if self._error is not None:
             raise self._error
 

@@ -1,6 +1,6 @@
 """Named ranges around what the operators enqueue, for torch.profiler and Nsight Systems.
 
-The brackets around an operator: one thread at a time; before it slots are free, after it pushes are done and waits checked.
+The scopes around an operator: one thread at a time; before it slots are free, after it pushes are done and waits checked.
 
 The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
 
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,22 @@ import torch.distributed as dist
 from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
+from ..kernels.signal_words import FAULT_SET
 from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap
 from ..symmetric.agreement import Agreement
 from .collective_calls import CollectiveCalls, collective_calls
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
-from .faults import FaultRecord
+from .signals import FaultRecord, Tag
 from .slots import Layout
 from .span import OneNode, span_of
-from .tags import Tag
 from .topology import Nodes, NodeSettings, find_nodes
 from .workspace import Workspace
 
+T = TypeVar("T")
 OUTSIDE: AbstractContextManager[Any] = nullcontext()
+# In C, where torch has CUDA.
+_is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
@@ -44,19 +47,6 @@ def profiled(name: str) -> AbstractContextManager[Any]:
     return torch.profiler.record_function(f"overlap_train/{name}") if is_profiling() else OUTSIDE
 
 
-class Domain(Protocol):
-    """What brackets need of an OverlapDomain. They look it up each time: the engine is replaced when nodes are connected, the
-    workspace when memory grows."""
-
-    engine: CopyEngine
-    workspace: Workspace
-    fault: FaultRecord
-    in_use: threading.RLock
-
-    def check_usable(self, tag: Tag, slots: int) -> None:
-        """Raise RuntimeError where an operator cannot run now."""
-
-
 def _another_thread(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name}: another thread of this process is in an operator of the same group; the ranks' calls of a "
@@ -64,53 +54,20 @@ def _another_thread(name: str) -> RuntimeError:
     )
 
 
-class Exclusively:
-    """The bracket that OverlapDomain.exclusively returns. Raises RuntimeError while another thread is in an operator."""
+class OperatorScope:
+    """The scope that OverlapDomain.operator returns. A linear keeps its scope, and enters it in each call."""
 
-    def __init__(self, lock: threading.RLock, name: str) -> None:
-        self._lock, self._name = lock, name
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(False):
-            raise _another_thread(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-class Idle:
-    """A bracket in which no operator of a group is under way, and none begins in another thread.
-
-    Raises RuntimeError while one is, also in this thread, where a signal handler runs in the middle of whatever was interrupted:
-    what the operator goes on with would be gone, and its pushes would wait without end for a copy engine that has ended.
-    """
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if self._lock._is_owned() or not self._lock.acquire(False):  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this one; "
-                "call it when the operator has returned"
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-class Operator:
-    """The bracket that OverlapDomain.operator returns. As a generator it would take 2 microseconds more. A linear keeps its
-    bracket, which saves another one."""
-
-    def __init__(self, domain: Domain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
+    def __init__(self, domain: OverlapDomain, tag: Tag, slots: int, barrier_first: bool, shown_as: str) -> None:
         self._domain, self._tag, self._slots, self._barrier_first = domain, tag, slots, barrier_first
         self._shown_as, self._range = shown_as, OUTSIDE
+        domain.fault.register(tag)
 
     def __enter__(self) -> None:
-        domain, slots = self._domain, self._slots
-        domain.check_usable(self._tag, slots)
-        domain.fault.check()
+        domain, slots, fault = self._domain, self._slots, self._domain.fault
+        if domain.closed or (slots and (domain.heap is None or (domain.on_gpu and _is_capturing()))):
+            domain.check_usable(self._tag, slots)
+        if fault.error is not None or fault.words[FAULT_SET]:
+            fault.check()
         if not domain.in_use.acquire(False):
             raise _another_thread(self._tag.op)
         try:
@@ -125,7 +82,7 @@ class Operator:
             raise
 
     def __exit__(self, raised: object, *_: object) -> None:
-        domain = self._domain
+        domain, fault = self._domain, self._domain.fault
         if self._range is not OUTSIDE:
             self._range, ended = OUTSIDE, self._range
             ended.__exit__(None, None, None)
@@ -137,8 +94,8 @@ class Operator:
                 domain.workspace.use.invalidate()
         finally:
             domain.in_use.release()
-        if raised is None:
-            domain.fault.check()
+        if raised is None and (fault.error is not None or fault.words[FAULT_SET]):
+            fault.check()
 
 
 class OverlapDomain:
@@ -163,16 +120,31 @@ class OverlapDomain:
         self.closed = False
         self.graphed = False  # inside graph.graphed
         self.captured = False  # a CUDA graph holds addresses of the heap
-        self.book: object | None = None  # kept for a layer above: a PlanBook (operators/plan_book.py)
+        self.has_run = False  # an operator, with a plan
+        self.at_close: list[Callable[[], object]] = []
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
 
     @cached_property
     def nodes(self) -> Nodes:
-        """The nodes of the group. Collective at its first use: where the group's plans begin, before any memory is shared."""
+        """The nodes of the group. Collective where no call has found them yet."""
+        return self._find_nodes("overlap_train: find the nodes of the group", lambda nodes: None)[0]
+
+    def find_nodes(self, what: str, read: Callable[[int], T]) -> T:
+        """Find the nodes, before any memory is shared. Returns what rank 0 has read for a group of so many. Collective.
+
+        what: what the ranks do here, for errors.
+        """
+        if "nodes" in self.__dict__:
+            found = read(self.topology.nodes) if self.rank == 0 else None
+            return self.agreement.exchange(found, what, kind="first call of a group")[0]
+        self.nodes, told = self._find_nodes(what, read)
+        return told
+
+    def _find_nodes(self, what: str, read: Callable[[int], T]) -> tuple[Nodes, T]:
         config = self.config
         settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
-        return find_nodes(self.agreement, self.device, settings)
+        return find_nodes(self.agreement, self.device, settings, what, read)
 
     @property
     def topology(self) -> Topology:
@@ -213,10 +185,10 @@ class OverlapDomain:
                 "those of the full iteration are), or train without CUDA graphs"
             )
 
-    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> Operator:
-        """The bracket of one autograd pass of an operator. It may be kept, and entered again and again.
+    def operator(self, tag: Tag, slots: int, barrier_first: bool = False, shown_as: str = "") -> OperatorScope:
+        """The scope of one autograd pass of an operator. It may be kept, and entered again and again.
 
-        Calls from several streams run in the order of their brackets. At its end the bracket joins all pushes; then their sources
+        Calls from several streams run in the order of their scopes. At its end the scope joins all pushes; then their sources
         may be freed.
 
         Args:
@@ -226,10 +198,10 @@ class OverlapDomain:
 
         Raises:
             RuntimeError: see check_usable; or another thread is in an operator of the same group.
-            OverlapTimeoutError, OverlapMismatchError: a wait has failed, in an earlier pass or in this one. The bracket does not
+            OverlapTimeoutError, OverlapMismatchError: a wait has failed, in an earlier pass or in this one. The scope does not
                 wait for the device to find that out.
         """
-        return Operator(self, tag, slots, barrier_first, shown_as)
+        return OperatorScope(self, tag, slots, barrier_first, shown_as)
 
     def begin_ahead(self) -> None:
         """Begin the next operator before the running one has read, or pulled, what it receives. The next one's bracket follows.
@@ -240,13 +212,37 @@ class OverlapDomain:
         self.engine.begin_ahead()
         self.workspace.begin_ahead()
 
-    def exclusively(self, name: str) -> AbstractContextManager[None]:
-        """A bracket that one thread of this process may be in at a time: the ranks' calls of a group need one order.
+    @contextmanager
+    def exclusively(self, name: str) -> Iterator[None]:
+        """A scope that one thread of this process may be in at a time: the ranks' calls of a group need one order.
 
         Raises:
             RuntimeError: another thread is in an operator of this group.
         """
-        return Exclusively(self.in_use, name)
+        if not self.in_use.acquire(False):
+            raise _another_thread(name)
+        try:
+            yield
+        finally:
+            self.in_use.release()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """A scope in which no operator of the group is under way, and none begins in another thread.
+
+        Raises:
+            RuntimeError: one is under way, perhaps in this thread, where a signal handler runs in the middle of it: what the
+                operator goes on with would be gone.
+        """
+        if self.in_use._is_owned() or not self.in_use.acquire(False):  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this one; "
+                "call it when the operator has returned"
+            )
+        try:
+            yield
+        finally:
+            self.in_use.release()
 
     @cached_property
     def span(self) -> OneNode:
@@ -271,6 +267,8 @@ class OverlapDomain:
     def close(self) -> None:
         """End the engine and give the symmetric memory back. Collective over the group. Nothing runs in this domain any more."""
         self.closed = True
+        for forget in self.at_close:
+            forget()
         self.fault.looks.clear()  # they refer to it: without them its thread ends with it
         self.engine.close()
         self.agreement.forget()

@@ -4,28 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ..config import flag_name
 from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
+from ..symmetric.host import Offer
 from .domain import OverlapDomain, barrier
+from .signals import Tag
 from .slots import SLOTS, Layout, with_room
-from .tags import Tag
 
 
 @dataclass(frozen=True)
 class Request:
     """What one operator call, forward and backward, asks of its group. Ranks must agree on it.
 
-    what: shapes, dtype and how it runs, in words. slot_bytes: symmetric memory that one of its calls receives; 0 for none.
-    flagged_bytes: the same of a call whose data come as flagged words.
+    shapes: and dtype, in words. how: methods and settings, in words. slot_bytes: symmetric memory that one of its calls receives;
+    0 for none. flagged_bytes: the same of a call whose data come as flagged words.
     """
 
     operator: str
-    what: str
-    slot_bytes: int
+    shapes: str
+    how: str = ""
+    slot_bytes: int = 0
     flagged_bytes: int = 0
+
+    @property
+    def what(self) -> str:
+        """All of it in words."""
+        return f"{self.shapes}, {self.how}" if self.how else self.shapes
 
     @property
     def shares_memory(self) -> bool:
@@ -116,16 +124,17 @@ class FirstCall:
     """What one rank says about the first call.
 
     problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
-    in words. name: what its errors call the operator.
+    in words. name: what its errors call the operator. offered: memory that peers may map (symmetric/host.py).
     """
 
     problem: str | None
     request: Request
     terms: str
     name: str
+    offered: Any = None
 
 
-def ask(agreement: Agreement, mine: FirstCall, what: str) -> None:
+def ask(agreement: Agreement, mine: FirstCall, what: str) -> list[FirstCall]:
     """Hear what all ranks say about the first call, and check it. Collective. what: what they do here, for errors.
 
     Raises:
@@ -139,6 +148,7 @@ def ask(agreement: Agreement, mine: FirstCall, what: str) -> None:
             raise
         raise ValueError(mine.problem) from unheard  # peers that are in a call that they know do not ask
     compare(agreement.rank, said)
+    return said
 
 
 def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:
@@ -197,12 +207,22 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
             f"neither agree nor compile; run what is captured twice before capturing it"
         )
     terms, unmet = _terms(domain, request)
-    mine = FirstCall(problem or unmet, request, f"{terms}; {trains}", name)
-    what = f"{name}: agree on its first call with {request.what}"
-    ask(domain.agreement, mine, what)
+    problem, layout, offer = problem or unmet, None, None
     room = room_of(domain)
-    if request.shares_memory and not room.holds(request):
-        _reallocate(domain, room.grown(request, name))
+    if problem is None and request.shares_memory and not room.holds(request):
+        try:
+            layout = room.grown(request, name)
+            offer = domain.span.offer(layout)
+        except ValueError as error:
+            problem = str(error)
+    try:
+        mine = FirstCall(problem, request, f"{terms}; {trains}", name, None if offer is None else offer.told)
+        told = ask(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
+        if layout is not None:
+            _reallocate(domain, layout, offer, [said.offered for said in told])
+    finally:
+        if offer is not None:
+            offer.close()
 
 
 def may_hold(domain: OverlapDomain, request: Request) -> bool:
@@ -231,15 +251,15 @@ def _terms(domain: OverlapDomain, request: Request) -> tuple[str, str | None]:
 
 
 @torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too
-def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
+def _reallocate(domain: OverlapDomain, layout: Layout, offer: Offer | None, all_told: list[Any]) -> None:
     """Replace the heap by a larger one, once for each larger shape. Collective.
 
     The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
     """
     if domain.heap is not None:
         domain.span.meet_before_growth()
-    if domain.on_gpu:
-        torch.cuda.synchronize(domain.device)
-    domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
-    domain.take_memory(*domain.span.new_memory(layout), layout)
+        if domain.on_gpu:
+            torch.cuda.synchronize(domain.device)
+        domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
+    domain.take_memory(*domain.span.new_memory(layout, offer, all_told), layout)
     barrier(domain, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, check_type
-from .domain import Idle, OverlapDomain, barrier
-from .tags import Tag
+from .domain import OverlapDomain, barrier
+from .signals import Tag
 
 # Settings that all calls of a group share.
 DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
@@ -66,7 +66,7 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
 def _close_in_child() -> None:
     """A forked process has no copy engine: what waits for its pushes would wait without end."""
     for domain in _domains.values():
-        domain.closed, domain.book = True, None  # without plans, each call comes to domain_of
+        domain.closed = True
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -114,7 +114,7 @@ def shutdown() -> None:
     domains = sorted(_domains.values(), key=lambda domain: domain.group.group_name)
     with ExitStack() as idle:
         for domain in domains:
-            idle.enter_context(Idle(domain.in_use))
+            idle.enter_context(domain.idle())
         _domains.clear()
         _close(domains)
 
@@ -154,7 +154,7 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         ValueError: no operator of this group has run yet.
     """
     domain = made_domain(group)
-    if domain is None or domain.book is None:
+    if domain is None or not domain.has_run:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )

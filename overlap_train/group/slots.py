@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..cache import BoundedCache
-from ..gpu.launch import LaunchCache, Launcher
+from ..gpu.launch import LaunchCache
 from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from ..schedule.order import Topology, targets
 from ..schedule.transfers import Leg, Legs
 from ..symmetric import SymmetricHeap
 from .copy_engine import Route
-from .tags import Tag
+from .signals import Tag
+
+if TYPE_CHECKING:
+    from .waits import BoundedWaits
 
 SLOTS = 3  # what two operators in a row use: two calls and one (slot_use.py)
 BARRIER = SLOTS  # one slot more, for signals only
@@ -143,64 +146,37 @@ class Slot:
         self.calls: BoundedCache[Hashable, Call] = BoundedCache(_MOST_CALLS)
 
 
-class Waits(Protocol):
-    """How a rank waits in the calls of its domain (BoundedWaits in waits.py). Every wait has a time limit.
-
-    A wait that fails raises OverlapTimeoutError or OverlapMismatchError: at once on the CPU. On a GPU it raises the flag `abort`,
-    and FaultRecord.check raises the error later.
-
-    launcher: launches kernels; None on the CPU. abort: int64 [1], not zero once a wait of this rank on the device has failed.
-    """
-
-    rank: int
-    world_size: int
-    launcher: Launcher | None
-    abort: torch.Tensor
-
-    def next_epoch(self, call: Call) -> None:
-        """Advance the slot's epoch by `call.tag` and reset its counters, before copies send anything."""
-        ...
-
-    def wait(self, call: Call, first: int, count: int) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks, from rank `first` on, are here.
-        The own block counts as here."""
-        ...
-
-    def wait_chunk(self, call: Call, first: int, chunk: int, count: int) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,
-        is here."""
-        ...
-
-    def receive(self, call: Call, own: torch.Tensor) -> None:
-        """Copy own [block shape] into this rank's block, and hold the caller's stream (on the CPU: the caller) until the blocks
-        of all other ranks are here."""
-        ...
-
-    def barrier(self, call: Call) -> None:
-        """Advance the slot's epoch, send it to every peer as the signal of chunk 0, and hold the caller's stream (on the CPU: the
-        caller) until each peer has sent the same."""
-        ...
-
-
 class Call:
     """One kind of use of one slot: blocks [W, *block shape] of one dtype, each sent in `chunks` equal parts.
 
-    Everything here holds for every call of that kind, of whatever linear, but `tag`: the call that uses the slot now.
+    Everything here holds for every call of that kind, of whatever linear, but `tag`: the call that uses the slot now. How it
+    waits is the domain's (waits.py). Every wait holds the caller's stream, on the CPU the caller, and has a time limit:
+
+        next_epoch()                     advances the slot's epoch by `tag` and resets its counters, before copies send anything
+        wait(first, count=1)             for the blocks of `count` ranks from rank `first` on; the own one counts as here
+        wait_chunk(first, chunk, count=1)     the same for one chunk of each
+        wait_for_all()                   for the blocks of all other ranks
+        receive(own)                     copies own [block shape], contiguous, into this rank's block, and waits for all others
+        barrier()                        advances the epoch, signals every peer, and waits for the same from each
     """
 
     tag: Tag
 
-    def __init__(self, waits: Waits, slot: Slot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
-        self._waits = waits
+    def __init__(self, waits: BoundedWaits, slot: Slot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
         self.slot, self.chunks = slot, chunks
-        self.rank, self.world_size = waits.rank, waits.world_size
-        self._shape, self._dtype = shape, dtype
+        self.rank, self.world_size, self.abort = waits.rank, waits.world_size, waits.abort
+        self._shape, self._dtype, self._block_size = shape, dtype, shape.numel()
         self.peers = targets(Topology(1, self.world_size, self.rank))
         pieces = self.world_size * chunks
         self.launches = LaunchCache(waits.launcher, pieces)
         # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
-        most = _MOST_CALLS + _PLANS_OF_A_CALL * pieces
-        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(most)
+        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(
+            _MOST_CALLS + _PLANS_OF_A_CALL * pieces
+        )
+        self.next_epoch = partial(waits.next_epoch, self)
+        self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
+        self.wait_for_all = partial(waits.wait, self, 0, self.world_size)
+        self.receive, self.barrier = partial(waits.receive, self), partial(waits.barrier, self)
 
     @cached_property
     def blocks(self) -> torch.Tensor:
@@ -240,7 +216,7 @@ class Call:
             tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for legs that leave after them.
             pitch: elements from one block of the source to the next; 0: they lie one after the other.
         """
-        pitch = pitch or self._shape.numel()
+        pitch = pitch or self._block_size
         key = (legs, tiles, pitch)
         return self._routes.get(key) or self._routes.put(key, [self._route(leg, tiles, pitch) for leg in legs])
 
@@ -252,42 +228,14 @@ class Call:
         signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, after)
 
-    def next_epoch(self) -> None:
-        """Advance the slot's epoch and reset its counters, before copies send anything. Kernels that send everything themselves
-        advance the epoch at their end."""
-        self._waits.next_epoch(self)
-
     def reset_counters(self) -> None:
         """Reset the slot's counters, before a kernel that claims tiles and where the epoch advances after it (barrier)."""
         self.slot.counted.zero_()
 
-    def wait(self, first: int, count: int = 1) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until the blocks of `count` ranks, from rank `first` on, are here.
-        The own block counts as here."""
-        self._waits.wait(self, first, count)
-
-    def wait_chunk(self, first: int, chunk: int, count: int = 1) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until one chunk of the blocks of `count` ranks, from rank `first` on,
-        is here. The own block counts as here."""
-        self._waits.wait_chunk(self, first, chunk, count)
-
-    def wait_for_all(self) -> None:
-        """Hold the caller's stream until the blocks of all other ranks are here."""
-        self._waits.wait(self, 0, self.world_size)
-
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
-        self._waits.wait_chunk(self, 0, 0, self.world_size)
+        self.wait_chunk(0, 0, self.world_size)
 
     def keep(self, own: torch.Tensor) -> None:
         """Copy own [block shape], contiguous, into this rank's block."""
         self.blocks[self.rank].copy_(own)
-
-    def receive(self, own: torch.Tensor) -> None:
-        """Copy own [block shape], contiguous, into this rank's block, and hold the caller's stream until the blocks of all other
-        ranks are here."""
-        self._waits.receive(self, own)
-
-    def barrier(self) -> None:
-        """Hold the caller's stream (on the CPU: the caller) until every rank has come here; no block is sent."""
-        self._waits.barrier(self)

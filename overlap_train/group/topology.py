@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -177,7 +177,8 @@ _REMEDIES = {
         f"(nvidia-smi -q, Fabric; nvidia-imex-ctl -N), say how many ranks a host has ({flag_name('node_ranks')})"
     ),
 }
-_FIND, _COMPARE = "overlap_train: find the nodes of the group", "overlap_train: compare the nodes of the group"
+_COMPARE = "overlap_train: compare the nodes of the group"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -198,26 +199,38 @@ class NodeSettings(NamedTuple):
     reduce_sms: int
 
 
-def find_nodes(agreement: Agreement, device: torch.device, settings: NodeSettings) -> Nodes:
-    """The nodes of the agreement's group. Collective. Rank 0 prints them if there are several.
+def find_nodes(
+    agreement: Agreement, device: torch.device, settings: NodeSettings, what: str, read: Callable[[int], T]
+) -> tuple[Nodes, T]:
+    """The nodes of the agreement's group, and what rank 0 reads for a group of so many nodes. Collective. Rank 0 prints the nodes
+    if there are several. what: what the ranks do here, for errors.
 
     Raises:
         OverlapTimeoutError: a rank did not come.
     """
     world, rank, node_ranks = agreement.world_size, agreement.rank, settings.node_ranks
     if world == 1:
-        return Nodes(Topology(1, world, rank))
-    told, reached = _look(agreement, device, settings)
-    problem = _setting_error(told) or nodes_error(_as_told(world, node_ranks) if node_ranks else reached, device.type)
+        return Nodes(Topology(1, world, rank)), read(1)
+    sample = new_sample(device)
+    try:
+        places = agreement.exchange((settings, sample.told), what, kind="first call of a group")
+        mine = tuple(rank for rank, (_, told) in enumerate(places) if sample.reaches(told))
+        found = read(max(1, world // (node_ranks or max(1, len(mine))))) if rank == 0 else None
+        answers = agreement.exchange((mine, found), _COMPARE)  # and every peer has looked before it is closed
+    finally:
+        sample.close()
+    reached = [ranks for ranks, _ in answers]
+    problem = _setting_error([told for told, _ in places])
+    problem = problem or nodes_error(_as_told(world, node_ranks) if node_ranks else reached, device.type)
     if problem is not None:
-        return Nodes(Topology(1, world, rank), problem)
+        return Nodes(Topology(1, world, rank), problem), answers[0][1]
     local = node_ranks or len(reached[0])
     topology = Topology(world // local, local, rank)
     if topology.nodes > 1:
         by_puts = settings.network == "nvshmem"
         transport = "gloo" if device.type == "cpu" else "NVSHMEM" if by_puts else "NCCL"
         say_on_rank_0(rank, _in_words(topology, node_ranks, transport))
-    return Nodes(topology)
+    return Nodes(topology), answers[0][1]
 
 
 def nodes_error(reached: Sequence[tuple[int, ...]], device_type: str) -> str | None:
@@ -261,20 +274,6 @@ def _setting_error(told: Sequence[NodeSettings]) -> str | None:
 def _as_told(world: int, node_ranks: int) -> list[tuple[int, ...]]:
     ranks = [range(world)[first : first + node_ranks] for first in range(0, world, node_ranks)]
     return [tuple(node) for node in ranks for _ in node]
-
-
-def _look(
-    agreement: Agreement, device: torch.device, own: NodeSettings
-) -> tuple[list[NodeSettings], list[tuple[int, ...]]]:
-    """The settings of each rank, and for each the ranks whose memory it can map. Collective."""
-    sample = new_sample(device)
-    try:
-        places = agreement.exchange((own, sample.told), _FIND)
-        mine = tuple(rank for rank, (_, told) in enumerate(places) if sample.reaches(told))
-        reached = agreement.exchange(mine, _COMPARE)  # and every peer has looked before it is closed
-        return [settings for settings, _ in places], reached
-    finally:
-        sample.close()
 
 
 def _in_words(topology: Topology, node_ranks: int, transport: str) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..gpu.launch import Launch, Launcher
-from .faults import FaultRecord, poll
+from .signals import FaultRecord, has_arrived, is_same_call, next_word, wait_for_word
 from .slots import Call
-from .tags import has_arrived, is_same_call, next_word
 
 # How the own block is copied: 32 bytes a thread and turn in bf16, by at most eight CTAs on each SM of an H200.
 _KEPT_AT_ONCE, _MOST_KEEPERS = 2048, 1056
@@ -25,41 +24,38 @@ class BoundedWaits:
         self, rank: int, world_size: int, timeout_s: float, fault: FaultRecord, launcher: Launcher | None
     ) -> None:
         self.rank, self.world_size, self.timeout_s, self.launcher = rank, world_size, timeout_s, launcher
-        self._fault = fault
-        self.know, self.abort = fault.know, fault.abort
-        self.wait: Callable[[Call, int, int], None] = self.on_host if launcher is None else self.on_stream
-        self.wait_chunk: Callable[[Call, int, int, int], None] = (
-            self.chunk_on_host if launcher is None else self.chunk_on_stream
-        )
-        self.receive: Callable[[Call, torch.Tensor], None] = (
-            self.receive_on_host if launcher is None else self.receive_on_stream
-        )
-        self.barrier: Callable[[Call], None] = self.barrier_on_host if launcher is None else self.barrier_on_stream
-        self.next_epoch: Callable[[Call], None] = next_epoch_on_host if launcher is None else next_epoch_on_stream
+        self._fault, self.abort, self.register = fault, fault.abort, fault.register
+        on_host = launcher is None
+        self.wait: Callable[..., None] = self.on_host if on_host else self.on_stream
+        self.wait_chunk: Callable[..., None] = self.chunk_on_host if on_host else self.chunk_on_stream
+        self.receive: Callable[..., None] = self.receive_on_host if on_host else self.receive_on_stream
+        self.barrier: Callable[..., None] = self.barrier_on_host if on_host else self.barrier_on_stream
+        self.next_epoch: Callable[..., None] = next_epoch_on_host if on_host else next_epoch_on_stream
 
-    def on_host(self, call: Call, first: int, count: int) -> None:
+    def on_host(self, call: Call, first: int, count: int = 1) -> None:
         for chunk in range(call.chunks):
-            self.chunk_on_host(call, first, chunk, count)
+            for source in range(first, first + count):
+                if source != self.rank:
+                    self._wait_for_word(call, source, chunk)
 
-    def chunk_on_host(self, call: Call, first: int, chunk: int, count: int) -> None:
+    def chunk_on_host(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
         for source in range(first, first + count):
             if source != self.rank:
                 self._wait_for_word(call, source, chunk)
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
-        late = partial(self._fault.warn_late, source, chunk, expected)
-        in_time = poll(lambda: has_arrived(word.item(), expected) or self._is_over(), self.timeout_s, late=late)
+        in_time = self._arrives(word, expected, partial(self._fault.warn_late, source, chunk, expected))
         seen = int(word)
-        if not (in_time or has_arrived(seen, expected)) or not is_same_call(seen, expected):
+        if seen != expected and (not (in_time or has_arrived(seen, expected)) or not is_same_call(seen, expected)):
             self._fault.fail(source, chunk, expected, seen)
 
-    def _is_over(self) -> bool:
-        """Whether there is nothing to wait for any more."""
-        return False
+    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[], None]) -> bool:
+        """Whether a signal of the expected epoch comes in time."""
+        return wait_for_word(word, expected, self.timeout_s, late)
 
     def receive_on_host(self, call: Call, own: torch.Tensor) -> None:
-        call.keep(own)
+        call.blocks[self.rank].copy_(own)
         self.wait(call, 0, self.world_size)
 
     def barrier_on_host(self, call: Call) -> None:
@@ -68,10 +64,10 @@ class BoundedWaits:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
         self.chunk_on_host(call, 0, 0, self.world_size)
 
-    def on_stream(self, call: Call, first: int, count: int) -> None:
+    def on_stream(self, call: Call, first: int, count: int = 1) -> None:
         call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
 
-    def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int) -> None:
+    def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
         key = ("wait for a chunk", first, chunk, count)
         call.launches.run(key, (), partial(self._wait_launch, call, first, count, chunk))
 
@@ -125,7 +121,7 @@ class BoundedWaits:
 def next_epoch_on_host(call: Call) -> None:
     """Advance the slot's epoch and reset its counters, before anything is sent."""
     word = next_word(int(call.slot.epoch), call.tag)
-    call.reset_counters()
+    call.slot.counted.zero_()
     call.slot.epoch.fill_(word)
 
 

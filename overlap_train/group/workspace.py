@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 
 from ..symmetric import SymmetricHeap
+from .signals import Tag, epoch_of
 from .slots import BARRIER, SLOTS, Call, Layout, Slot
-from .tags import Tag, epoch_of
 from .waits import BoundedWaits
 
 _LONG_AGO = -2
@@ -28,8 +28,8 @@ _LONG_AGO = -2
 class SlotUse:
     """The number of the operator that runs, or was begun ahead, and of the last that used each slot.
 
-    _sent_after: the last operator that each rank was done with when it sent for that one. _free: the slots of those that, as this
-    rank knows, all are done with. has_raised: an operator has, and ranks have not met since.
+    _sent_after: the last operator that each rank was done with when it sent for that one. free: the slots that, as this rank
+    knows, no rank reads any more. has_raised: an operator has, and ranks have not met since.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class SlotUse:
     def begin(self) -> None:
         """Count another operator. One that took no slot is not counted: nothing was received in it."""
         if not self.is_ahead and self._operator in self._last_used:
-            self.receive()
+            self.free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
             self._sent_after = self._operator
             self._operator += 1
         self.is_ahead = False
@@ -54,26 +54,22 @@ class SlotUse:
 
     def receive(self) -> None:
         """Blocks of the operator that runs have come from every peer."""
-        self._free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
-
-    def free(self) -> list[int]:
-        """The slots that, as this rank knows, no rank reads any more."""
-        return self._free
+        self.free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
 
     def take(self) -> int:
         """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
-        slot, *self._free = self.free()
+        slot, *self.free = self.free
         self._last_used[slot] = self._operator
         return slot
 
     def clear(self) -> None:
         """All ranks have met: every slot is free."""
-        self._last_used, self._free = [_LONG_AGO] * SLOTS, list(range(SLOTS))
+        self._last_used, self.free = [_LONG_AGO] * SLOTS, list(range(SLOTS))
         self.has_raised = False
 
     def invalidate(self) -> None:
         """The operator has raised, perhaps before it had received anything: no slot is known to be free before ranks meet."""
-        self._last_used, self._free = [self._operator] * SLOTS, []
+        self._last_used, self.free = [self._operator] * SLOTS, []
         self.is_ahead = False
         self.has_raised = True
 
@@ -86,7 +82,8 @@ class Workspace:
     def __init__(self, heap: SymmetricHeap, layout: Layout, device: torch.device, waits: BoundedWaits) -> None:
         self._waits = waits
         self.slots = [self._slot(heap, layout, index, device) for index in range(SLOTS)]
-        self._barrier = self._slot(heap, layout, BARRIER, device)
+        barrier = self._slot(heap, layout, BARRIER, device)
+        self._barrier_call = self._new_call(barrier, torch.Size([0]), torch.int64, 1)
         self.use = SlotUse()
 
     def _slot(self, heap: SymmetricHeap, layout: Layout, index: int, device: torch.device) -> Slot:
@@ -102,7 +99,7 @@ class Workspace:
         """
         goes_on = self.use.is_ahead
         self.use.begin()
-        if not goes_on and (barrier_first or len(self.use.free()) < calls):
+        if not goes_on and (barrier_first or len(self.use.free) < calls):
             self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)
 
     def _after_error(self, tag: Tag) -> Tag:
@@ -118,28 +115,25 @@ class Workspace:
 
     def begin_ahead(self) -> None:
         """Start the next operator, of one call, before the last call of this one is waited for."""
-        if not self.use.free():
+        if not self.use.free:
             self._last.wait_for_start()
             self.use.receive()
         self.use.begin_ahead()
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int = 1) -> Call:
         """Start a call on a free slot."""
-        self._last = self._call(self.slots[self.use.take()], block_shape, dtype, tag, chunks)
-        return self._last
+        slot, key = self.slots[self.use.take()], (block_shape, dtype, chunks)
+        self._last = call = slot.calls.get(key) or slot.calls.put(key, self._new_call(slot, *key))
+        call.tag = tag
+        return call
 
     def barrier(self, tag: Tag) -> None:
         """Hold the caller's stream until every rank has come here: what they enqueued before is done, every slot is free."""
+        self._waits.register(tag)
+        self._barrier_call.tag = tag
         try:
-            self._call(self._barrier, torch.Size([0]), torch.int64, tag, 1).barrier()
+            self._barrier_call.barrier()
         except BaseException:
             self.use.invalidate()
             raise
         self.use.clear()
-
-    def _call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int) -> Call:
-        self._waits.know(tag)
-        key = (block_shape, dtype, chunks)
-        call = slot.calls.get(key) or slot.calls.put(key, self._new_call(slot, block_shape, dtype, chunks))
-        call.tag = tag
-        return call

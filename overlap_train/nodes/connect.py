@@ -5,6 +5,7 @@ What a domain needs if its group spans nodes: an engine that carries data betwee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,17 +16,17 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
 from ..group.domain import barrier
-from ..group.faults import FaultRecord
+from ..group.signals import FaultRecord, Tag, has_arrived, poll
 from ..group.slots import Call, Layout, Slot
 from ..group.span import OneNode
-from ..group.tags import Tag
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan
 from ..planning.sm_budget import SmBudget, in_words
 from ..schedule.order import Topology
-from ..symmetric import SymmetricHeap, open_heap, resolve_provider
+from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
+from ..symmetric.host import Offer, Place
 from .gloo import GlooTransport
 from .host_engine import NodeEngine
 from .nccl import NcclTransport
@@ -47,12 +48,10 @@ class NodeWaits(BoundedWaits):
         self.topology, self._engine = topology, engine
         self.barrier = self.barrier_in_two_steps
 
-    def _is_over(self) -> bool:
-        return self._fault.failed
-
-    def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
-        super()._wait_for_word(call, source, chunk)
+    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[], None]) -> bool:
+        arrived = poll(lambda: has_arrived(word.item(), expected) or self._fault.failed, self.timeout_s, late=late)
         self._fault.check()
+        return arrived
 
     def barrier_in_two_steps(self, call: Call) -> None:
         """The twins meet, then the ranks of each node: who hears from a rank of the own node knows that its twins are here."""
@@ -201,12 +200,12 @@ class SeveralNodes(OneNode):
         say_on_rank_0(domain.rank, in_words(network, sms if topology.local > 1 else 0))
         return sms
 
-    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
+    def new_memory(self, layout: Layout, offer: Offer | None, all_told: list[Place]) -> tuple[SymmetricHeap, Workspace]:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
         domain, topology, engine = self.domain, self.domain.topology, self.engine()
         node = topology.ranks_of(topology.node)
         nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes
-        heap = open_heap(domain.agreement, nbytes, domain.config.provider, domain.device, node, carries=self.by_nvshmem)
+        heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem, offer, all_told)
         if isinstance(engine, NodeEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})
         elif isinstance(engine, NodePutEngine):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ..group.copy_engine import HostCopyEngine
-from ..group.faults import FaultRecord, poll
+from ..group.signals import FaultRecord, poll
 from ..schedule.order import Topology
 from ..schedule.transfers import Leg
 from ..symmetric.agreement import OverlapTimeoutError

@@ -99,7 +99,7 @@ class NodeStreamScatter(ChunkedScatter):
 
     _call: NodeCall
 
-    def start(self) -> None:
+    def _start(self) -> None:
         engine, plan = self._open(), self._plan
         with engine.products(plan.spared_sms):
             self._crossings.enqueue(self._domain.topology, self._multiply_chunk, self._sum_for)
@@ -309,7 +309,7 @@ class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
 
     _call: NodeCall
 
-    def start(self) -> None:
+    def _start(self) -> None:
         engine, self._staging = self._begin()
         self._columns = self._b.chunk(self._domain.world_size, dim=1)
         with engine.products(self._plan.spared_sms):
@@ -389,7 +389,7 @@ def _count_launch(domain: OverlapDomain, call: NodeCall, kind: str) -> Launch:
 class FusedNodeStreamScatter(NodeStreamScatter):
     """GEMM + RS (a Scatter). A sum of the node waits for its own tiles, in the sending stream; nobody waits in the kernel."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._a = launch.operand(self._plan, self._a)
         engine, call, plan = self._open(), self._call, self._plan
         # What an earlier call of the operator still sends and receives is enqueued after the kernel: with one hardware queue the
@@ -411,7 +411,7 @@ class FusedNodeStreamScatter(NodeStreamScatter):
 class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
     """GEMM + A2A (an Exchange). Each chunk leaves when its tiles are counted."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._a = launch.operand(self._plan, self._a)
         engine, self._staging = self._begin()
         self._engine = engine

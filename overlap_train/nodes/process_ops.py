@@ -85,7 +85,7 @@ class NodeScatter(ChunkedScatter):
 
     _call: NodeCall
 
-    def start(self) -> None:
+    def _start(self) -> None:
         engine, call, own = self._open(), self._call, self._domain.rank
         rows = self._a.unflatten(0, (self._domain.world_size, -1))
         for block, legs in self._plan.legs.by_block:
@@ -173,7 +173,7 @@ class FusedNodeAllToAllGemm(FusedAllToAllGemm, NodeAllToAllGemm):
 class FusedNodeScatter(NodeScatter):
     """GEMM + RS: a sum of the node waits for its own tiles, too."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         engine = self._open()
         own = self._partials[self._domain.rank]
         operands = ScatterOperands(self._a, self._b, self._partials, own)
@@ -183,7 +183,7 @@ class FusedNodeScatter(NodeScatter):
 class FusedNodeGemmAllToAll(FusedGemmAllToAll, NodeGemmAllToAll):
     """GEMM + A2A: each chunk leaves when its tiles are counted."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         engine = self._domain.engine
         assert isinstance(engine, NodeEngine)
         staging = new_blocks(self._domain, self._a, self._b)

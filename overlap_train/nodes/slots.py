@@ -10,8 +10,9 @@ import torch
 
 from ..cache import BoundedCache
 from ..group.copy_engine import Route
-from ..group.slots import _MOST_CALLS, Call, Layout, Slot, Waits
-from ..group.tags import next_word
+from ..group.signals import next_word
+from ..group.slots import _MOST_CALLS, Call, Layout, Slot
+from ..group.waits import BoundedWaits
 from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.order import Topology
 from ..schedule.transfers import ARRIVED, LANDED, Leg
@@ -52,8 +53,9 @@ class NodeCall(Call):
 
     slot: NodeSlot
 
-    def __init__(self, waits: Waits, slot: NodeSlot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
+    def __init__(self, waits: BoundedWaits, slot: NodeSlot, shape: torch.Size, dtype: torch.dtype, chunks: int) -> None:
         super().__init__(waits, slot, shape, dtype, chunks)
+        self._advance, self.next_epoch = self.next_epoch, self._next_epoch  # type: ignore[assignment]
         self._orders: dict[tuple[int, ...], torch.Tensor] = {}
 
     def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
@@ -100,11 +102,6 @@ class NodeCall(Call):
             self.wait_chunk(block, chunk)
         return self.chunk_rows(chunks[0], len(chunks))
 
-    @property
-    def abort(self) -> torch.Tensor:
-        """int64 [1]: not zero once a wait of this rank has given up."""
-        return self._waits.abort
-
     def place(self, leg: Leg) -> Place:
         """The place of the chunk that a leg over the network carries."""
         return self.place_of(leg.target, leg.fills, leg.chunk)
@@ -116,9 +113,9 @@ class NodeCall(Call):
         receiver = self.slot.topology.receiver(target)
         return Place(receiver, target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
 
-    def next_epoch(self) -> None:
+    def _next_epoch(self) -> None:
         self.slot.word = next_word(self.slot.word, self.tag)
-        super().next_epoch()
+        self._advance()
 
     @property
     def word(self) -> int:

@@ -30,7 +30,7 @@ import torch
 
 from ..gpu.driver import Blas, CudaDriver
 from ..group.copy_engine import AT_LEAST, Route, StreamCopyEngine
-from ..group.faults import FaultRecord
+from ..group.signals import FaultRecord
 from ..schedule.inter_node import Crossing, crossings
 from ..schedule.order import GATHER, Topology
 from ..schedule.transfers import Leg, Legs

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
-from ..group.tags import Tag
+from ..group.signals import Tag
 from ..schedule.transfers import Legs
 from ..select.tiling import HOPPER
 from . import launch
@@ -23,10 +23,6 @@ from .plan import EnginePlan
 
 class Receiver(Protocol):
     """Blocks [W, M/W, K/W] on their way, block s from rank s."""
-
-    def start(self) -> None:
-        """Start the sends."""
-        ...
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """y [M/W, N] = block by block @ b_kn [K, N]; once. Returns y."""
@@ -45,15 +41,11 @@ class CollectiveAllToAllGemm:
     """NCCL or gloo, then one GEMM over all blocks side by side."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
-        self._domain, self._tag, self._sent = domain, tag, sent
-
-    def start(self) -> None:
-        self._domain.collective_calls.enter(self._tag)
-        self._received = self._sent.new_empty(self._sent.shape[:2].numel(), self._sent.shape[2])
-        aside = should_run_async(self._sent)
-        self._work = dist.all_to_all_single(
-            self._received, self._sent.flatten(0, 1), group=self._domain.group, async_op=aside
-        )
+        self._domain = domain
+        domain.collective_calls.enter(tag)
+        self._received = sent.new_empty(sent.shape[:2].numel(), sent.shape[2])
+        aside = should_run_async(sent)
+        self._work = dist.all_to_all_single(self._received, sent.flatten(0, 1), group=domain.group, async_op=aside)
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """One GEMM over all columns, side by side, as the baselines do it: the copy costs less than sums in fp32 memory."""
@@ -71,16 +63,14 @@ class CollectiveAllToAllGemm:
 class ChunkedAllToAllGemm:
     """A library GEMM for each block, after a wait for it; their sum is kept in fp32."""
 
+    _sends = False  # whether a kernel stores the blocks at the peers, and no copy
+    _arrived = False  # whether all blocks have been waited for
+
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
         self._domain, self._plan, self._tag, self._sent = domain, plan, tag, sent
-        self._arrived = False  # whether all blocks have been waited for
-
-    def start(self) -> None:
-        self._open()
-        self._push()
-
-    def _open(self) -> None:
-        self._call = self._domain.workspace.open(self._sent.shape[1:], self._sent.dtype, self._tag, self._plan.chunks)
+        self._call = domain.workspace.open(sent.shape[1:], sent.dtype, tag, plan.chunks)
+        if not self._sends:
+            self._push()
 
     def _push(self) -> None:
         self._call.next_epoch()
@@ -114,8 +104,6 @@ class ChunkedAllToAllGemm:
 class FusedAllToAllGemm(ChunkedAllToAllGemm):
     """One persistent kernel whose tiles wait at each block's edge."""
 
-    _sends = False  # whether the kernel stores the blocks at the peers
-
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
         reads_all = self._sends or plan.kernels != HOPPER  # and not only the own block
         super().__init__(domain, plan, tag, sent.contiguous() if reads_all else sent)
@@ -133,11 +121,8 @@ class DirectAllToAllGemm(FusedAllToAllGemm):
     """The FusedAllToAllGemm whose kernel also sends the own blocks to the peers: there are no copies, and no host time for
     them."""
 
-    _sends = True
+    _sends = True  # and not before it is known whether there is a product
     _is_over = False  # as FusedGather's
-
-    def start(self) -> None:
-        self._open()  # nothing is sent before it is known whether there is a product
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self._is_over = True

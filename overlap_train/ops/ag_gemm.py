@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from ..group.domain import OverlapDomain
-from ..group.tags import Tag
+from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
 from .launch import GatherOperands, should_run_async
@@ -21,10 +21,6 @@ from .plan import EnginePlan
 
 class Gather(Protocol):
     """x [M, K] on its way: row block s comes from rank s."""
-
-    def start(self) -> None:
-        """Send this rank's shard; nobody waits yet."""
-        ...
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
@@ -48,13 +44,10 @@ class CollectiveGather:
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
-        self._domain, self._tag, self._own = domain, tag, x_shard_m
         self._x = x_shard_m.new_empty(x_shard_m.shape[0] * domain.world_size, x_shard_m.shape[1])
-
-    def start(self) -> None:
-        self._domain.collective_calls.enter(self._tag)
+        domain.collective_calls.enter(tag)
         aside = should_run_async(self._x)
-        self._work = collectives.all_gather(self._x, self._own, self._domain.group, aside)
+        self._work = collectives.all_gather(self._x, x_shard_m, domain.group, aside)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return torch.mm(self.gathered_view(), b_kn)
@@ -74,17 +67,15 @@ class CollectiveGather:
 class ChunkedGather:
     """Library GEMMs on shards, each after a wait for its shard."""
 
+    _sends = False  # whether a kernel stores the own rows at the peers, and no copy
+    _arrived = False  # whether all blocks have been waited for
+    _keeps = False  # whether the own shard is on its way into the slot
+
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
         self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
-        self._arrived = False  # whether all blocks have been waited for
-        self._keeps = False  # whether the own shard is on its way into the slot
-
-    def start(self) -> None:
-        self._open()
-        self._push()
-
-    def _open(self) -> None:
-        self._call = self._domain.workspace.open(self._own.shape, self._own.dtype, self._tag, self._plan.chunks)
+        self._call = domain.workspace.open(x_shard_m.shape, x_shard_m.dtype, tag, plan.chunks)
+        if not self._sends:
+            self._push()
 
     def _push(self) -> None:
         self._call.next_epoch()
@@ -127,7 +118,6 @@ class ChunkedGather:
 class FusedGather(ChunkedGather):
     """One persistent kernel whose tiles wait for their chunk."""
 
-    _sends = False  # whether the kernel stores the own rows at the peers
     _is_over = False  # whether the kernel has run, or copies have sent what it would have
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
@@ -148,10 +138,7 @@ class FusedGather(ChunkedGather):
 class DirectGather(FusedGather):
     """The FusedGather whose kernel also sends the own rows to the peers: there are no copies, and no host time for them."""
 
-    _sends = True
-
-    def start(self) -> None:
-        self._open()  # nothing is sent before it is known whether there is a product
+    _sends = True  # and not before it is known whether there is a product
 
     def keep_own(self, beside: EnginePlan) -> None:
         """A guard: nothing was pushed that a copy could follow."""
@@ -167,10 +154,7 @@ class LowLatencyGather:
     """One kernel sends the own rows, and writes them and what arrives into one tensor [M, K]; then one library GEMM."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
-        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
-
-    def start(self) -> None:
-        self._x = low_latency.gather(self._domain, self._tag, self._own, self._plan.spared_sms)
+        self._x = low_latency.gather(domain, tag, x_shard_m, plan.spared_sms)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return torch.mm(self._x, b_kn)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
-from ..group.tags import Tag
+from ..group.signals import Tag
 from ..schedule.transfers import Legs
 from . import launch
 from .launch import ScatterOperands, should_run_async
@@ -35,10 +35,6 @@ from .plan import EnginePlan
 
 class Exchange(Protocol):
     """Blocks [W, M/W, N/W] on their way, block s from rank s."""
-
-    def start(self) -> None:
-        """Start the GEMM and the sends of its result; across nodes some sends may start in `received`."""
-        ...
 
     def received(self) -> torch.Tensor:
         """[W, M/W, N/W]: `into`, complete (if it is pulled, when the operator ends); or in the slot, valid until it ends."""
@@ -57,8 +53,9 @@ class CollectiveGemmAllToAll:
         into: torch.Tensor | None,
     ) -> None:  # fmt: skip
         self._domain, self._tag, self._a, self._b, self._into = domain, tag, a_shard_m, b_kn, into
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._domain.collective_calls.enter(self._tag)
         self._sent, ranks = new_blocks(self._domain, self._a, self._b), self._domain.world_size
         torch.bmm(self._a.expand(ranks, -1, -1), self._b.unflatten(1, (ranks, -1)).movedim(1, 0), out=self._sent)
@@ -85,8 +82,9 @@ class ChunkedGemmAllToAll:
         into: torch.Tensor | None,
     ) -> None:  # fmt: skip
         self._domain, self._plan, self._tag, self._a, self._b, self._into = domain, plan, tag, a_shard_m, b_kn, into
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         staging = new_blocks(self._domain, self._a, self._b)
         self._open()
         self._call.next_epoch()
@@ -125,7 +123,7 @@ class ChunkedGemmAllToAll:
 class FusedGemmAllToAll(ChunkedGemmAllToAll):
     """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._open()
         staging = new_blocks(self._domain, self._a, self._b)
         launch.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
@@ -141,7 +139,7 @@ class FusedGemmAllToAll(ChunkedGemmAllToAll):
 class DirectGemmAllToAll(FusedGemmAllToAll):
     """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._open()
         launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
 
@@ -156,7 +154,7 @@ class PulledChunkedGemmAllToAll(ChunkedGemmAllToAll):
 
     _into: torch.Tensor
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._open()
         self._leave_blocks()
         self._call.barrier()

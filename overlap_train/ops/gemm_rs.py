@@ -15,20 +15,16 @@ import torch
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
+from ..group.signals import Tag
 from ..group.slots import Call
-from ..group.tags import Tag
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import ScatterOperands, aligned, on_a_gpu, should_run_async
+from .launch import ScatterOperands, aligned, should_run_async
 from .plan import EnginePlan
 
 
 class Scatter(Protocol):
-    """y_shard_m [M/W, N] on its way."""
-
-    def start(self) -> None:
-        """Start the GEMM and the sends; across nodes some sends may start in `finish`."""
-        ...
+    """y_shard_m [M/W, N] on its way: made, it has started GEMM and sends; across nodes some sends may start in `finish`."""
 
     def finish(self) -> torch.Tensor:
         """Wait for the peers' partials; y_shard_m, complete."""
@@ -41,14 +37,11 @@ class CollectiveScatter:
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
     ) -> None:
-        self._domain, self._tag, self._a, self._b = domain, tag, a_mk, b_kn
-
-    def start(self) -> None:
-        self._domain.collective_calls.enter(self._tag)
-        self._partial = torch.mm(self._a, self._b)
-        self._y = self._partial.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])
+        domain.collective_calls.enter(tag)
+        self._partial = torch.mm(a_mk, b_kn)
+        self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
         aside = should_run_async(self._partial)
-        self._work = collectives.reduce_scatter(self._y, self._partial, self._domain.group, aside)
+        self._work = collectives.reduce_scatter(self._y, self._partial, domain.group, aside)
 
     def finish(self) -> torch.Tensor:
         if self._work is not None:
@@ -63,8 +56,9 @@ class ChunkedScatter:
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
     ) -> None:
         self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         domain, world, (m, k) = self._domain, self._domain.world_size, self._a.shape
         self._partials = self._a.new_empty(world, m // world, self._b.shape[1])  # block d: rows of rank d
         self._call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
@@ -87,8 +81,9 @@ class FusedScatter:
     ) -> None:
         self._domain, self._plan, self._tag = domain, plan, tag
         self._a, self._b = launch.operand(plan, a_mk), b_kn
+        self._start()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._open()
         staging = self._a.new_empty(self._domain.world_size, *self._y.shape)
         launch.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
@@ -109,7 +104,7 @@ class FusedScatter:
 class DirectScatter(FusedScatter):
     """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._open()
         launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
 
@@ -120,10 +115,7 @@ class LowLatencyScatter:
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
     ) -> None:
-        self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
-
-    def start(self) -> None:
-        self._partial = torch.mm(self._a, self._b)
+        self._domain, self._plan, self._tag, self._partial = domain, plan, tag, torch.mm(a_mk, b_kn)
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.spared_sms)
@@ -132,7 +124,7 @@ class LowLatencyScatter:
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:
     """own [M/W, N] + what the peers send [W, M/W, N] in rank order, the own block left out, summed in fp32 -> own's dtype."""
     call.wait_for_all()
-    if on_a_gpu(domain):
+    if domain.on_gpu:
         y = torch.empty_like(own)
         values = (own.data_ptr(), y.data_ptr())
         call.launches.run(("reduce", aligned(*values)), values, partial(_reduce_launch, domain, call, own, y))

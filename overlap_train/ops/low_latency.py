@@ -9,8 +9,8 @@ import torch
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
+from ..group.signals import Tag
 from ..group.slots import Call
-from ..group.tags import Tag
 from ..select.low_latency import flagged_bytes
 from .launch import grid_size, on_a_gpu, protocol_arguments
 

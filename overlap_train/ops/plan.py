@@ -86,12 +86,12 @@ class EnginePlan:
     by_rows: bool = False
     beside_wgrad: bool = False
 
-    @property
+    @cached_property
     def receives(self) -> bool:
         """Whether the rank multiplies what it receives, and not what it sends."""
         return self.kind in INBOUND
 
-    @property
+    @cached_property
     def slots(self) -> int:
         return 0 if self.method == "collective" else 1
 
@@ -104,12 +104,12 @@ class EnginePlan:
         """The same, beside what another group sends, which holds so many SMs."""
         return replace(self, other_sms=sms)
 
-    @property
+    @cached_property
     def reduces_later(self) -> bool:
         """Whether a kernel of its own adds a scatter's partials. Across nodes they are sums of nodes, which come last."""
         return self.variant.split_reduction or self.nodes > 1
 
-    @property
+    @cached_property
     def hides_copies(self) -> bool:
         """Whether a copy within the GPU, enqueued behind what the plan pushes, is hidden by the plan's kernel. That outlasts its
         pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy unless it is full."""
@@ -263,6 +263,12 @@ class Plan:
     dgrad_alone: EnginePlan
     wgrad: EnginePlan | None
     request: Request
+    dtype: torch.dtype
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a pass sends between nodes."""
+        return any(engine.nodes > 1 and engine.slots for engine in (self.fprop, self.dgrad))
 
 
 def make_plan(
@@ -291,7 +297,7 @@ def make_plan(
         fprop = dgrad = dgrad_alone = _exchange(first, config, topology, device, w, network)
     wgrad = sent_again(fprop, topology) if sends_again else None
     request = _request(spec, config, x, w, topology.world, (fprop, dgrad, wgrad))
-    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request)
+    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype)
 
 
 def _request(
@@ -308,7 +314,8 @@ def _request(
     methods = {engine.method for engine in engines if engine is not None}
     return Request(
         spec.name,
-        f"{shapes_of(x, w)}, {how}",
+        shapes_of(x, w),
+        how,
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
     )
@@ -356,7 +363,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if TRAITS[engine.method].multiplies and "bfloat16" in plan.request.what:
+        if TRAITS[engine.method].multiplies and plan.dtype == torch.bfloat16:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..group.domain import OverlapDomain
-from ..group.tags import Tag
+from ..group.signals import Tag
 from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from .a2a_gemm import (
     ChunkedAllToAllGemm,
@@ -73,12 +73,12 @@ def register(reach: str, engines: Engines) -> None:
 
 def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
     """A started engine that gathers x_shard_m [M/W, K]."""
-    return _started(domain, plan, tag, x_shard_m.contiguous())
+    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, x_shard_m.contiguous())
 
 
 def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
     """A started engine that multiplies and reduces."""
-    return _started(domain, plan, tag, a_mk, b_kn)
+    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, a_mk, b_kn)
 
 
 def start_gemm_all_to_all(
@@ -90,7 +90,7 @@ def start_gemm_all_to_all(
     into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
     peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
     """
-    return _started(domain, plan, tag, a_shard_m, b_kn, into)
+    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, a_shard_m, b_kn, into)
 
 
 def start_pulled_gemm_all_to_all(
@@ -98,17 +98,9 @@ def start_pulled_gemm_all_to_all(
 ) -> Exchange:
     """A started engine that multiplies and exchanges, whose blocks the ranks pull (plan.may_pull). `into` [W, M/W, N/W] is
     complete when the operator ends."""
-    exchange = PULLED[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
-    exchange.start()
-    return exchange
+    return PULLED[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
 
 
 def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
     """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
-    return _started(domain, plan, tag, sent)
-
-
-def _started(domain: OverlapDomain, plan: EnginePlan, tag: Tag, *operands: torch.Tensor | None) -> Any:
-    engine = TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, *operands)
-    engine.start()
-    return engine
+    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, sent)

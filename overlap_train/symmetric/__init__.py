@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import Agreement, on_all_ranks
+from .host import HostHeap, Offer, Place
 
 
 class SymmetricHeap(Protocol):
@@ -52,15 +53,21 @@ def open_heap(
     """
     choose = partial(resolve_provider, agreement.group, provider, device, None if carries else ranks)
     chosen = on_all_ranks(choose, agreement, "overlap_train: choose the provider of symmetric memory")
-    if ranks is not None and len(ranks) == 1 and chosen != "host" and not carries:
+    return heap_by(chosen, agreement, nbytes, device, ranks, carries)
+
+
+def heap_by(
+    provider: str, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False,
+    offer: Offer | None = None, all_told: list[Place] | None = None,
+) -> SymmetricHeap:  # fmt: skip
+    """`open_heap` by a provider that all ranks have agreed on. offer, all_told: see HostHeap."""
+    if ranks is not None and len(ranks) == 1 and provider != "host" and not carries:
         from .alone import AloneHeap
 
         return AloneHeap(agreement, nbytes, device)
-    if chosen == "host":
-        from .host import HostHeap
-
-        return HostHeap(agreement, nbytes, ranks)
-    if chosen == "nvshmem":
+    if provider == "host":
+        return HostHeap(agreement, nbytes, ranks, offer, all_told)
+    if provider == "nvshmem":
         from .nvshmem import NvshmemHeap
 
         return NvshmemHeap(agreement, nbytes, device, ranks, carries)

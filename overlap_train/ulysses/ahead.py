@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..group.domain import OverlapDomain
-from ..group.tags import Tag
+from ..group.signals import Tag
 from ..ops.a2a_gemm import Receiver
 from ..ops.gemm_a2a import Exchange
 from ..ops.plan import EnginePlan

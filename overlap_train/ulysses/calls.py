@@ -14,7 +14,8 @@ import torch.distributed as dist
 from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
 from ..group.registry import domain_of
-from ..ops.plan_cache import InTrial, OnPlan, Planned, plan_of, refuse
+from ..ops.autotune import InRun
+from ..ops.plan_cache import OnPlan, Planned, plan_of, refuse
 from ..ops.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from ..ops.trials import Trial
 from .arguments import weight_error
@@ -94,9 +95,9 @@ class Call:
         config, name = self.terms.config, self.terms.name
         planned = plan_of(self.spec, x, self.w, self.bias, self.group, config, name, tries=True)
         self.takes_part = planned.trial
-        method = planned.next_method(name) if isinstance(planned, InTrial) else None
-        if isinstance(planned, InTrial) and method is not None:
-            self.trial, self.method = planned.in_trial, method
+        method = planned.next_method(name) if isinstance(planned, InRun) else None
+        if isinstance(planned, InRun) and method is not None:
+            self.trial, self.method = planned.run, method
 
     def linear(self, parts: tuple[Part, ...], weight: torch.Tensor, copies: torch.Tensor | None, batch: int) -> Linear:
         """The call of these parts, ready to run. weight, copies, batch: see exchange.Linear."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
 from ..group.registry import domain_of
-from ..ops.plan_cache import book_of, made_book
+from ..ops.plan_cache import cache_of, made_cache
 from ..ops.spec import ALL_TO_ALL, OperatorSpec
 
 
@@ -55,14 +55,14 @@ def refuse_in_both(
         nodes_of_groups(groups, config, device, name)  # as the ranks do that have nothing wrong
     if not tensor_knows:
         try:
-            book_of(tensor, name).refuse(wrong, product, name)
+            cache_of(tensor, name).refuse(wrong, product, name)
         except ValueError as refused:
             wrong = of_tensor(refused)
-    book_of(ulysses, name).refuse(wrong, ALL_TO_ALL, name)
+    cache_of(ulysses, name).refuse(wrong, ALL_TO_ALL, name)
 
 
 def _knows(domain: OverlapDomain, spec: OperatorSpec) -> bool:
-    book = made_book(domain)
+    book = made_cache(domain)
     return book is not None and book.knows(spec)
 
 
@@ -77,7 +77,7 @@ def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.
 
     The same on all ranks of both groups, which communicate at their first call.
     """
-    ulysses, tensor = (book_of(domain_of(group, config, device), name) for group in (groups.ulysses, groups.tensor))
+    ulysses, tensor = (cache_of(domain_of(group, config, device), name) for group in (groups.ulysses, groups.tensor))
     if groups.tensor not in ulysses.nodes_with:
         ulysses.nodes_with[groups.tensor] = _agreed((ulysses.domain, tensor.domain), name)
     return ulysses.nodes_with[groups.tensor]

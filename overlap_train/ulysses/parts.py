@@ -13,7 +13,7 @@ from math import gcd
 
 from ..config import OverlapConfig
 from ..group.slots import SLOTS
-from ..ops.plan_cache import PlannedLinear
+from ..ops.plan_cache import PlannedOp
 from ..planning.hardware import GEMM_TFLOPS
 from .ahead import Give, Read, Step
 
@@ -37,7 +37,7 @@ class Part:
 
     first: int
     last: int
-    exchange: PlannedLinear
+    exchange: PlannedOp
 
     def forward(self, give: Give, read: Read) -> Step:
         exchange = self.exchange
@@ -45,7 +45,7 @@ class Part:
 
     def backward(self, give: Give, read: Read) -> Step:
         exchange = self.exchange
-        bracket = exchange.backward(wants_dx=True, wants_dw=False)  # what is sent again is another step
+        bracket = exchange.backward[True, False]  # what is sent again is another step
         return Step(exchange.domain, exchange.plan.dgrad, exchange.tags.dgrad, bracket, give, read)
 
     def backward_alone(self, give: Give, read: Read) -> Step:

@@ -27,7 +27,7 @@ import torch
 
 from ..linear import column_backward, column_forward, row_backward, row_forward
 from ..ops.a2a_gemm import Receiver
-from ..ops.plan_cache import PlannedLinear
+from ..ops.plan_cache import PlannedOp
 from ..ops.wgrad import WeightGradient
 from .ahead import run_steps
 from .copies import summed_copies
@@ -45,7 +45,7 @@ class ShardedPart(Part):
     planner has others, which note what would run (tools/plan/noted_parts.py).
     """
 
-    product: PlannedLinear
+    product: PlannedOp
 
     def column_forward(self, x_shard_m: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with self._beside_exchange():

@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from overlap_train.group.memory import Request, prepare
 from overlap_train.group.registry import domain_of
+from overlap_train.group.signals import Tag, epoch_of
 from overlap_train.group.slots import Call
-from overlap_train.group.tags import Tag, epoch_of
 from overlap_train.ops.launch import multiprocessors
 from overlap_train.ops.plan import EnginePlan, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR

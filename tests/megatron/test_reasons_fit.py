@@ -91,7 +91,7 @@ def reason_of(
     monkeypatch: pytest.MonkeyPatch, reason: str = "", trials: Any = None, trial: Any = None, parts: int = 1
 ) -> str:
     """Of a linear that has run by a plan for this reason."""
-    monkeypatch.setattr(reporting, "made_book", lambda domain: SimpleNamespace(trials=trials))
+    monkeypatch.setattr(reporting, "made_cache", lambda domain: SimpleNamespace(trials=trials))
     monkeypatch.setattr(reporting, "groups_of", lambda linear: [None])
     ran = SimpleNamespace(method="", reason=reason)
     overlap = SimpleNamespace(plan=SimpleNamespace(fprop=ran, dgrad=ran), trial=trial, parts=parts)

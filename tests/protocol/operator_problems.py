@@ -172,7 +172,7 @@ def _calls(
 
 def tag_of(op: str, what: str = "") -> Any:
     """How ranks know the call `op`."""
-    return core("group.tags").Tag(op, what)
+    return core("group.signals").Tag(op, what)
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:

@@ -130,10 +130,10 @@ class SimulatedDomain:
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
         self.topology = core("schedule.order").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]
-        self.graphed = self.captured = self.closed = False
-        self.book, self.in_use = object(), threading.RLock()
+        self.graphed = self.captured = self.closed = self.on_gpu = False
+        self.has_run, self.in_use = True, threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
-        self.fault = core("group.faults").FaultRecord(self.device, rank, simulation.timeout_s)
+        self.fault = core("group.signals").FaultRecord(self.device, rank, simulation.timeout_s)
         self.heap, self.layout = heap, layout
         self.engine = simulation.engine(scheduler, rank)
         waits = core("group.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overlap_train.group import tags
-from overlap_train.group.tags import Tag
+from overlap_train.group import signals as tags
+from overlap_train.group.signals import Tag
 from overlap_train.kernels import signal_words as words
 from overlap_train.kernels.own_block import wait_and_keep_kernel
 from overlap_train.kernels.signal import next_epoch_kernel, wait_kernel

@@ -18,9 +18,9 @@ import torch
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
-from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, integers, tag_of, to_rows
+from tests.protocol.signals import SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
@@ -288,5 +288,5 @@ def test_what_lands_names_the_call_that_it_is_of() -> None:
 
     run_seed(build, 0, spin=True)
     for rank in (0, 1, 2):
-        with pytest.raises(core("group.faults").OverlapMismatchError, match="but rank 3 is in"):
+        with pytest.raises(core("group.signals").OverlapMismatchError, match="but rank 3 is in"):
             faults[rank].check()

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
-from tests.protocol.faults import Fault
+from tests.protocol.signals import Fault
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
@@ -122,5 +122,5 @@ def test_a_twin_in_another_call_is_named() -> None:
     build, faults = wrong_calls(NodeSimulation(2, timeout_s=3e-7, puts=True), lambda rank: f"layer {rank}")
     run_seed(build, 0, spin=True)
     for rank, fault in faults.items():
-        with pytest.raises(core("group.faults").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
+        with pytest.raises(core("group.signals").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
             fault.check()

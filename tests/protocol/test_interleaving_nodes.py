@@ -18,9 +18,9 @@ import torch
 
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
-from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, gathers, integers, scatters, tag_of, to_heads, to_rows
+from tests.protocol.signals import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_gpu import Operation, SimulatedGpu
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
@@ -622,7 +622,7 @@ def test_a_twin_in_another_call_is_named() -> None:
     build, faults = wrong_calls(NodeSimulation(2, timeout_s=3e-7), lambda rank: f"layer {rank}")
     run_seed(build, 0, spin=True)
     for rank, fault in faults.items():
-        with pytest.raises(core("group.faults").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
+        with pytest.raises(core("group.signals").OverlapMismatchError, match=f"rank {rank} is in layer {rank}"):
             fault.check()
 
 
@@ -631,5 +631,5 @@ def test_what_is_passed_on_names_the_call_that_it_is_of() -> None:
     build, faults = wrong_calls(NodeSimulation(4, node_ranks=2, timeout_s=3e-7), lambda rank: f"layer {rank // 3}")
     run_seed(build, 0, spin=True)
     for rank in (0, 1, 2):
-        with pytest.raises(core("group.faults").OverlapMismatchError, match="but rank 3 is in"):
+        with pytest.raises(core("group.signals").OverlapMismatchError, match="but rank 3 is in"):
             faults[rank].check()

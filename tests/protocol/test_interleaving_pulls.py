@@ -16,9 +16,9 @@ import torch
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
+from tests.protocol.signals import Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 
@@ -196,9 +196,7 @@ ON_STREAMS = {
         "        self._fork()\n        self._held += targets\n",
         "        self._held += targets\n",
     ),
-    "the operator does not wait for what is pulled": Fault(
-        "group.copy_engine", "        self._held += targets\n", ""
-    ),
+    "the operator does not wait for what is pulled": Fault("group.copy_engine", "        self._held += targets\n", ""),
     "the mark comes too early": Fault(
         "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
     ),

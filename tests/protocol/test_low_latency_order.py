@@ -17,10 +17,10 @@ pytest.importorskip("greenlet")
 from overlap_train.schedule.order import GATHER, SCATTER, Topology, sources, targets, tile_order
 from overlap_train.schedule.transfers import legs
 from tests.protocol.actors import Actor
-from tests.protocol.faults import Fault
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.interpreter_hooks import MemoryAccess
 from tests.protocol.operator_problems import gathers, scatters
+from tests.protocol.signals import Fault
 from tests.protocol.simulated_ranks import TILE, WORDS_AT_ONCE, SimulatedDomain, Simulation
 
 PROBLEMS = {GATHER: gathers, SCATTER: scatters}

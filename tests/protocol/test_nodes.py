@@ -31,7 +31,7 @@ from overlap_train import (
 )
 from overlap_train.group.domain import barrier
 from overlap_train.group.registry import domain_of, made_domain
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
 from overlap_train.nodes.connect import NodeWaits
 from overlap_train.nodes.gloo import GlooTransport

@@ -360,7 +360,7 @@ def _within(rank: int, world: int, folder: str) -> list[bool]:
     config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
     x, w = torch.ones(4, K, requires_grad=True), torch.ones(N, K, requires_grad=True)
     operands = (ALL_GATHER_LINEAR, x, w, None, dist.group.WORLD, config, "qkv")
-    return [isinstance(plan_of(*operands, tries=tries), in_trial.InTrial) for tries in (False, True)]
+    return [isinstance(plan_of(*operands, tries=tries), in_trial.InRun) for tries in (False, True)]
 
 
 def test_who_takes_no_turns_takes_no_part(tmp_path: Path) -> None:

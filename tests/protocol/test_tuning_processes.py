@@ -18,7 +18,7 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
 from overlap_train.group.domain import OverlapDomain
 from overlap_train.group.registry import made_domain
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import Tag
 from overlap_train.ops.ag_gemm import ChunkedGather
 from overlap_train.ops.gemm_rs import ChunkedScatter
 from overlap_train.ops.plan import EnginePlan

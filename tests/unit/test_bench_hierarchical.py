@@ -94,7 +94,7 @@ def domains(monkeypatch: pytest.MonkeyPatch, found: int, asked: tuple[int, ...],
 
     monkeypatch.setattr(Session, "domain", domain)
     monkeypatch.setattr(dist, "new_group", mock.Mock(side_effect="abcdef"))
-    monkeypatch.setattr(node_domains, "book_of", lambda domain, name: SimpleNamespace(table=UNTUNED))
+    monkeypatch.setattr(node_domains, "cache_of", lambda domain, name: SimpleNamespace(table=UNTUNED))
     return Domains.of(here, [64], asked)
 
 

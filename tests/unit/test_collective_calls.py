@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from overlap_train import OverlapMismatchError
 from overlap_train.group import collective_calls
-from overlap_train.group import faults as watchdog
+from overlap_train.group import signals as watchdog
 from overlap_train.group.collective_calls import _NOTED, NotedCalls
-from overlap_train.group.faults import FaultRecord
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import FaultRecord, Tag
 from overlap_train.symmetric import host
 from overlap_train.symmetric.agreement import Agreement
 from tests.processes import run_ranks, values

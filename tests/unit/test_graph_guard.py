@@ -11,7 +11,7 @@ import torch
 from overlap_train.group import registry as graph
 from overlap_train.group.domain import OverlapDomain
 from overlap_train.group.memory import Request, prepare
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import Tag
 from overlap_train.group.topology import Nodes
 from overlap_train.schedule.order import Topology
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import Tag
 from overlap_train.group.waits import BoundedWaits, _next_epoch_launch
 from overlap_train.kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from overlap_train.ops.launch import GatherOperands, grid_size, protocol_arguments, receiving_arguments

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap_train.group.faults import FaultRecord
+from overlap_train.group.signals import FaultRecord
 from overlap_train.nodes import nccl
 from overlap_train.nodes.transport import Piece
 from overlap_train.schedule.inter_node import crossings

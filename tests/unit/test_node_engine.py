@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from overlap_train import OverlapTimeoutError
-from overlap_train.group.faults import FaultRecord
+from overlap_train.group.signals import FaultRecord
 from overlap_train.nodes.gloo import GlooTransport
 from overlap_train.nodes.host_engine import NodeEngine
 

@@ -11,7 +11,7 @@ import pytest
 from overlap_train import OverlapTimeoutError
 from overlap_train.group import domain as bracket
 from overlap_train.group.domain import Operator
-from overlap_train.group.tags import Tag
+from overlap_train.group.signals import Tag
 
 
 def test_a_begin_that_raises_ends_as_the_operator_would() -> None:

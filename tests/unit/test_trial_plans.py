@@ -15,7 +15,7 @@ from overlap_train.group.memory import may_hold
 from overlap_train.methods import TRAITS
 from overlap_train.ops import plan_cache as settled
 from overlap_train.ops.plan import make_plan
-from overlap_train.ops.plan_cache import InTrial, PlanBook, Planned
+from overlap_train.ops.plan_cache import InRun, PlanBook, Planned
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.planning.table import Table, Winner
 from overlap_train.schedule.order import GATHER, Topology
@@ -54,10 +54,10 @@ def planned_by(
     return PlanBook(domain, table)._planned(ALL_GATHER_LINEAR, CONFIG, x, w, "fc1", tries=True)
 
 
-def in_trial(domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> InTrial:
+def in_trial(domain: Any, rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> InRun:
     """The same, in a trial."""
     planned = planned_by(domain, rows, features, dtype)
-    assert isinstance(planned, InTrial)
+    assert isinstance(planned, InRun)
     return planned
 
 
@@ -68,7 +68,7 @@ def _methods(linear: Any) -> tuple[str, str]:
     return linear.plan.fprop.method, linear.plan.dgrad.method
 
 
-def _captured(rank: int = 0, calls: int = 12) -> tuple[InTrial, list[tuple[str, str]], list[str]]:
+def _captured(rank: int = 0, calls: int = 12) -> tuple[InRun, list[tuple[str, str]], list[str]]:
     """A trial, the methods of what a graph captures of two linears after so many calls of one, and what was said."""
     topology, *sizes = QKV
     domain = domain_of(topology, rank=rank)
@@ -87,8 +87,8 @@ def test_a_graph_captures_the_untuned_plan_and_its_first_call_has_run_that() -> 
     assert captured == [("direct", "fused")] * 3
     eager = in_trial(domain_of(QKV[0]), *QKV[1:])
     calls = [_methods(eager.next_call("layers.0.qkv")) for _ in range(6)]
-    assert calls == [("direct", "fused"), *((method, method) for method in eager.in_trial.methods)]
-    assert planned.in_trial.calls("layers.0.qkv") == 12, "captures are no calls"
+    assert calls == [("direct", "fused"), *((method, method) for method in eager.run.methods)]
+    assert planned.run.calls("layers.0.qkv") == 12, "captures are no calls"
 
 
 def test_a_capture_during_a_trial_is_said_once() -> None:
@@ -96,7 +96,7 @@ def test_a_capture_during_a_trial_is_said_once() -> None:
     (warning,) = said
     assert warning.startswith("tune_steps=20: a CUDA graph captures layers.0.qkv after 12 calls")
     assert "--cuda-graph-warmup-steps" in warning and "--overlap-train-tune-steps" in warning
-    assert planned.in_trial.captured == {"layers.0.qkv", "layers.1.qkv"}
+    assert planned.run.captured == {"layers.0.qkv", "layers.1.qkv"}
     assert _captured(rank=1)[2] == [], "by rank 0 of the group"
 
 
@@ -105,7 +105,7 @@ def test_methods_share_the_memory_that_there_may_be(mib: int, missing: set[str])
     """The untuned plan is collective, which needs none. Three blocks take 24 MiB, their flagged words 48."""
     domain = domain_of(Topology(1, 2, 0), config=OverlapConfig(symmetric_mib=mib))
     planned = in_trial(domain, 512, 2048, torch.float32)
-    assert set(planned.in_trial.methods) == set(TRAITS) - missing
+    assert set(planned.run.methods) == set(TRAITS) - missing
     assert may_hold(domain, planned.request)
 
 
@@ -136,7 +136,7 @@ def test_nodes_are_not_connected_for_what_was_measured() -> None:
     connected: list[OverlapConfig] = []
     fprop = Pass(GATHER, *SHORT, 4096, torch.bfloat16, 4)
     measured = Winner(fprop, "collective", {}), Winner(fprop.dgrad, "collective", {})
-    assert not isinstance(planned_by(_connecting(connected), *SHORT, measured=measured), InTrial)
+    assert not isinstance(planned_by(_connecting(connected), *SHORT, measured=measured), InRun)
     assert connected == []
 
 
@@ -144,4 +144,4 @@ def test_a_group_that_cannot_share_memory_tries_nothing_that_does() -> None:
     domain = domain_of(Topology(1, 4, 0), nodes=SimpleNamespace(problem="nodes of 1 and 3 ranks"))
     planned = planned_by(domain, 512, 4096, torch.float32)
     assert planned.plan.fprop.method == planned.plan.dgrad.method == "collective"
-    assert not isinstance(planned, InTrial)
+    assert not isinstance(planned, InRun)

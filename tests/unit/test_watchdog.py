@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from overlap_train import OverlapMismatchError, OverlapTimeoutError
-from overlap_train.group import tags
-from overlap_train.group.faults import _MOST_TAGS, FaultRecord, poll
-from overlap_train.group.tags import Tag
+from overlap_train.group import signals as tags
+from overlap_train.group.signals import _MOST_TAGS, FaultRecord, Tag, poll
 from overlap_train.kernels import signal_words as words
 
 FC1, FC2 = Tag("fc1/fprop", "all_gather_linear, [4, 8]"), Tag("fc2/dgrad", "linear_reduce_scatter, [8, 8]")

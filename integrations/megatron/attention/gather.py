@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
-from overlap_train.group.faults import poll
+from overlap_train.group.signals import poll
 from overlap_train.integrations.megatron.linears.exchange import Exchange
 from overlap_train.warn import warn_user
 

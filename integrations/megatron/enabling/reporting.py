@@ -20,7 +20,7 @@ from overlap_train.integrations.megatron.linears.in_model import (
     why_not,
 )
 from overlap_train.integrations.megatron.linears.ulysses import exchanges
-from overlap_train.ops.plan_cache import made_book
+from overlap_train.ops.plan_cache import made_cache
 
 
 def report(model: Model, problem: str | None = None) -> Report:
@@ -73,10 +73,10 @@ def _method_and_reason(linear: Any) -> tuple[str, str]:
     plan, trial = linear.overlap.plan, linear.overlap.trial
     if plan is None:
         return "-", "not called yet"
-    book = made_book(made_domain(groups_of(linear)[-1]))
+    book = made_cache(made_domain(groups_of(linear)[-1]))
     if book is None:
         return "-", "symmetric memory has been freed (overlap_train.shutdown)"
-    if trial is not None and book.trials.is_under_way(trial):
+    if trial is not None and book.runs.is_under_way(trial):
         methods = ", ".join(trial.methods)
         return "in turn", f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
     fprop, dgrad = plan.fprop, plan.dgrad

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...group.domain import OverlapDomain
-from ...ops.plan_cache import book_of
+from ...ops.plan_cache import cache_of
 from ...planning.choice import Choice, choose
 from ...select.low_latency import serving
 from ..measure.cases import Case
@@ -61,7 +61,7 @@ class Domains:
         planned = case.planned(session.world.size, session.settings.dtype)
         found = {}
         for domain in (self.own, *self.others):
-            table, suffix = book_of(domain, case.name).table, "" if domain is self.own else f", {sms_of(domain)} SMs"
+            table, suffix = cache_of(domain, case.name).table, "" if domain is self.own else f", {sms_of(domain)} SMs"
             for method in serving(session.settings.methods, planned):
                 choice = choose(method, planned, domain.device, table, domain.topology.nodes)
                 if domain is self.own or choice.method != "collective":

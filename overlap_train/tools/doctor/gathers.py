@@ -14,7 +14,7 @@ import torch
 from ... import check as check_timeouts
 from ...group.domain import OverlapDomain
 from ...group.memory import Request, prepare
-from ...group.tags import Tag
+from ...group.signals import Tag
 from ...ops.table import start_gather
 from ...planning.choice import Choice
 from ...planning.variants import CHUNK_COUNTS, Variant

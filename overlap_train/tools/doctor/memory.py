@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ...group.faults import poll
+from ...group.signals import poll
 from ...symmetric import SymmetricHeap, open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.world import World

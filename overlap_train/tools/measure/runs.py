@@ -13,7 +13,7 @@ from ...group.domain import OverlapDomain
 from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
 from ...group.registry import domain_of
-from ...group.tags import Tag
+from ...group.signals import Tag
 from ...ops.plan import EnginePlan, engine_plan, network_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...planning.choice import Choice, alone

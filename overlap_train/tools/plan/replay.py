@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...group.signals import Tag
 from ...group.slots import SLOTS
-from ...group.tags import Tag
 from ...group.workspace import SlotUse, Workspace
 from ...ops.plan import EnginePlan
 from ...planning import cost

@@ -14,7 +14,7 @@ import torch
 
 from ...config import OverlapConfig
 from ...ops.plan import EnginePlan, Plan, make_plan
-from ...ops.plan_cache import PlannedLinear, tags_of
+from ...ops.plan_cache import PlannedOp, tags_of
 from ...ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
 from ...planning import cost
 from ...planning.machines import System
@@ -172,12 +172,12 @@ def _linear(one: Projection, config: OverlapConfig, recording: Recording) -> Sha
 
     exchange = plan(ALL_TO_ALL, grid.ulysses, _meta(sizes.carries * sizes.positions * sizes.rows, sizes.sent))
     tensor, ulysses = Domain(recording, grid.tensor), Domain(recording, grid.ulysses, exchange.fprop)
-    exchanges = PlannedLinear(ulysses, exchange, tags_of(exchange, "exchange", ()), keeps=False)  # type: ignore[arg-type]
+    exchanges = PlannedOp(ulysses, exchange, tags_of(exchange, "exchange", ()), keeps=False)  # type: ignore[arg-type]
     parts = []
     for first, last in one.parts:
         rows = (last - first) * sizes.rows
         product = plan(spec, grid.tensor, _meta(rows // s.tp if one.is_qkv else rows, one.k))
-        planned = PlannedLinear(tensor, product, tags_of(product, "product", ()), keeps=False)  # type: ignore[arg-type]
+        planned = PlannedOp(tensor, product, tags_of(product, "product", ()), keeps=False)  # type: ignore[arg-type]
         works = (_work(one, engine, last - first, grid, d) for d, engine in enumerate((product.fprop, product.dgrad)))
         parts.append(NotedPart(first, last, exchanges, planned, *works))
     copies = None if one.heads.kv % s.cp == 0 or not one.is_qkv else _meta(sizes.sent).long()

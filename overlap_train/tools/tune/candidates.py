@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ...group.domain import OverlapDomain
-from ...group.tags import Tag
+from ...group.signals import Tag
 from ...methods import TRAITS
 from ...ops.plan import chunks_of, sent_again
 from ...ops.table import start_gather, start_scatter

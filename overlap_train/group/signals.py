@@ -1,6 +1,9 @@
-"""Bounded waits: the errors that name what was waited for, on the host and on the device.
+"""Signals: which call a word belongs to, and the errors that name what was waited for.
 
-A wait on the host raises from the polling loop. A wait on the GPU fails inside its kernel, leaves a record in pinned memory and
+    word = epoch << 32 | fingerprint        kernels/signal.py has the same on the device
+
+A peer that skipped a call, swapped two or has another length sends another fingerprint. The wait sees that and names both calls.
+A wait on the host raises from its polling loop. A wait on the GPU fails inside its kernel, leaves a record in pinned memory and
 lets the kernel run out (its outputs are NaN); the next operator call of the rank, or `check`, raises from the record.
 """
 
@@ -9,14 +12,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import OrderedDict
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
 import torch
 
 from ..kernels.signal_words import (
+    EPOCH_SHIFT,
     FAULT_EXPECTED,
     FAULT_SEEN,
     FAULT_SET,
@@ -28,11 +34,62 @@ from ..kernels.signal_words import (
 )
 from ..symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
 from ..warn import warn_user
-from .tags import Tag, epoch_of, fingerprint_of, has_arrived
 
-__all__ = ["FaultRecord", "OverlapMismatchError", "OverlapTimeoutError", "poll"]
+__all__ = ["FaultRecord", "OverlapMismatchError", "OverlapTimeoutError", "Tag", "poll"]
 
-_MOST_TAGS = 1 << 16
+_EPOCH = 1 << EPOCH_SHIFT
+_WORD, _SIGN = 1 << 64, 1 << 63
+
+
+@dataclass(frozen=True)
+class Tag:
+    """One call as ranks tell it from others.
+
+    op: the linear's name and its pass, "decoder.layers.0.mlp.linear_fc1/fprop". what: operator, shapes and dtype, in words.
+    """
+
+    op: str
+    what: str
+
+    @cached_property
+    def fingerprint(self) -> int:
+        return zlib.crc32(f"{self.op}|{self.what}".encode())
+
+    @cached_property
+    def word(self) -> int:
+        """One epoch plus the fingerprint: what the slot's epoch grows by."""
+        return _EPOCH + self.fingerprint
+
+    @cached_property
+    def barrier(self) -> Tag:
+        """The tag of the barrier before this call."""
+        return Tag(f"{self.op}/barrier", "barrier")
+
+    def __str__(self) -> str:
+        return f"{self.op} [{self.what}]"
+
+
+def next_word(word: int, tag: Tag) -> int:
+    """The signal of a slot's next call, as a signed int64."""
+    return ((word >> EPOCH_SHIFT << EPOCH_SHIFT) + tag.word + _SIGN) % _WORD - _SIGN
+
+
+def epoch_of(word: int) -> int:
+    return word >> EPOCH_SHIFT
+
+
+def fingerprint_of(word: int) -> int:
+    return word & (_EPOCH - 1)
+
+
+def has_arrived(seen: int, expected: int) -> bool:
+    """Whether a signal is of the expected epoch or a later one, also where the epoch has wrapped around in between."""
+    return not (seen - (expected >> EPOCH_SHIFT << EPOCH_SHIFT)) & _SIGN
+
+
+def is_same_call(seen: int, expected: int) -> bool:
+    """Whether a signal that has arrived is of the same call. A later epoch is: a peer may be one barrier ahead."""
+    return seen == expected or epoch_of(seen) != epoch_of(expected)
 
 
 def poll(
@@ -46,8 +103,7 @@ def poll(
     Sleeps 0 at first, then 50 microseconds a turn: two ranks and their copy threads may share two cores. Calls `late` once, after
     a tenth of the time.
     """
-    begin = time.monotonic()
-    warn_at, turns = timeout_s / 10, 0
+    begin, warn_at, turns = time.monotonic(), timeout_s / 10, 0
     while not ready():
         waited = time.monotonic() - begin
         if waited > timeout_s:
@@ -56,6 +112,22 @@ def poll(
             warn_at = timeout_s
             late()
         pause(0.0 if turns < 100 else 5e-5)
+        turns += 1
+    return True
+
+
+def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: Callable[[], None]) -> bool:
+    """`poll` until the signal `word`, int64 [1], is of the expected epoch: without a Python call a turn."""
+    begin, warn_at, turns = time.monotonic(), timeout_s / 10, 0
+    epoch = expected >> EPOCH_SHIFT << EPOCH_SHIFT
+    while (word.item() - epoch) & _SIGN:
+        waited = time.monotonic() - begin
+        if waited > timeout_s:
+            return False
+        if waited > warn_at:
+            warn_at = timeout_s
+            late()
+        time.sleep(0.0 if turns < 100 else 5e-5)
         turns += 1
     return True
 
@@ -72,50 +144,46 @@ class FaultRecord:
         self._rank, self._timeout_s = rank, timeout_s
         self.abort = torch.zeros(1, dtype=torch.int64, device=device)
         self.record = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu)
-        self._words: np.ndarray = self.record.numpy()
-        self._tags: OrderedDict[int, Tag] = OrderedDict()  # by fingerprint
-        self._error: OverlapTimeoutError | OverlapMismatchError | None = None
+        self.words: np.ndarray = self.record.numpy()
+        # By fingerprint, while a plan or a slot holds them: with ever new lengths there is no end of tags.
+        self._tags: weakref.WeakValueDictionary[int, Tag] = weakref.WeakValueDictionary()
+        self.error: OverlapTimeoutError | OverlapMismatchError | None = None
         self.looks: list[Callable[[], None]] = []  # for faults that no wait finds; called twice a second, by a thread
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
             threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
-    def know(self, tag: Tag) -> None:
-        """Let errors name this call. The oldest are forgotten: with ever new lengths there is no end of them."""
-        if tag.fingerprint in self._tags:
-            self._tags.move_to_end(tag.fingerprint)
-            return
+    def register(self, tag: Tag) -> None:
+        """Let errors name this call."""
         self._tags[tag.fingerprint] = tag
-        if len(self._tags) > _MOST_TAGS:
-            self._tags.popitem(last=False)
 
     def fail(self, peer: int, chunk: int, expected: int, seen: int) -> NoReturn:
         """Raise OverlapTimeoutError, or OverlapMismatchError, for a wait that failed. expected, seen: words as of a signal."""
-        self._error = self._error_of(peer, chunk, expected, seen)
-        raise self._error
+        self.error = self._error_of(peer, chunk, expected, seen)
+        raise self.error
 
     def note(self, peer: int, chunk: int, expected: int, seen: int) -> None:
         """Say what `fail` would raise, once, and let `check` raise it: the host may be blocked, and never come to raise it."""
-        if self._error is None:
-            self._error = self._error_of(peer, chunk, expected, seen)
-            warn_user(str(self._error))
+        if self.error is None:
+            self.error = self._error_of(peer, chunk, expected, seen)
+            warn_user(str(self.error))
 
     @property
     def failed(self) -> bool:
         """Whether a wait has failed, on the device or on the host, perhaps of another thread of this rank."""
-        return self._error is not None or bool(self._words[FAULT_SET])
+        return self.error is not None or bool(self.words[FAULT_SET])
 
     def keep(self, error: OverlapTimeoutError) -> NoReturn:
         """Raise an error of something else than a wait for a signal; `check` does so from now on, unless there was one before."""
-        self._error = self._error or error
-        raise self._error
+        self.error = self.error or error
+        raise self.error
 
     def check(self) -> None:
         """Raise if any wait of this rank has failed: slots and epochs are undefined from then on."""
-        if self._error is not None:
+        if self.error is not None:
             # The traceback would keep the frames, and their tensors, of all earlier raises.
-            raise self._error.with_traceback(None)
-        words = self._words
+            raise self.error.with_traceback(None)
+        words = self.words
         if words[FAULT_SET]:
             peer, chunk = divmod(int(words[FAULT_WORD]), MAX_CHUNKS)
             self.fail(peer, chunk, int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))
@@ -129,9 +197,9 @@ class FaultRecord:
 
     def late(self) -> tuple[int, int, int] | None:
         """(peer, chunk, expected word) of a wait on the device that has used a tenth of its time."""
-        if not self._words[LATE_EXPECTED]:
+        if not self.words[LATE_EXPECTED]:
             return None
-        return *divmod(int(self._words[LATE_WORD]), MAX_CHUNKS), int(self._words[LATE_EXPECTED])
+        return *divmod(int(self.words[LATE_WORD]), MAX_CHUNKS), int(self.words[LATE_EXPECTED])
 
     def _error_of(self, peer: int, chunk: int, expected: int, seen: int) -> OverlapTimeoutError | OverlapMismatchError:
         op = self._name_of(expected)
