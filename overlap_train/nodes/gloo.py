@@ -1,4 +1,4 @@
-"""gloo between the CPU processes of different nodes: a rank's threads write what its twins send into the heaps of its node."""
+"""gloo between the CPU processes of different nodes: threads write what rail peers send into the heaps of a node."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _CLOSE_S = 5.0
 
 
 class GlooTransport:
-    """Carries pieces by gloo's send and receive, in a process group of this rank and its twins. A thread for each twin receives.
+    """Carries pieces by gloo's send and receive, in a process group of this rank and its rail peers. A thread for each receives.
 
     A piece is a header (place, bytes, word) and its data. The thread receives the data into their place, and then stores the word
     (rule 1). The place may be in the heap of another rank of this node: that rank needs no connection of its own to the sender.
     """
+
+    sms = 0  # that its kernels hold: there are none
 
     def __init__(self, agreement: Agreement, topology: Topology, timeout_s: float) -> None:
         self._topology, self._timeout_s = topology, timeout_s

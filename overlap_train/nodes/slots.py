@@ -1,7 +1,8 @@
 """Slots of a group that spans nodes.
 
-Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a twin of this one; else
-its twin in this node, which passes on what came over the network (gather) or adds its own part of the sum for it (scatter).
+Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a rail peer of this
+one; else its rail peer in this node, which passes on what came over the network (gather) or adds its own part of the sum for it
+(scatter).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while
 class Place:
     """Where a piece goes: `receiver` writes it into the heap of `rank` at byte `data`, and then its signal at byte `signal`.
 
-    receiver: the sender's twin. rank: the receiver itself, or another rank of its node, whose memory it maps.
+    receiver: the sender's rail peer. rank: the receiver itself, or another rank of its node, whose memory it maps.
     """
 
     receiver: int

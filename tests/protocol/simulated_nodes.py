@@ -67,11 +67,11 @@ class NodeSimulation(StreamSimulation):
         """The real engine on simulated side streams."""
         gpu = self.new_gpu(scheduler, rank)
         driver = SimulatedDriver(gpu)
-        networks, fault = core("nodes.streams"), SimpleNamespace(failed=False)
+        networks, fault = core("nodes.engines"), SimpleNamespace(failed=False)
         network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted, self.blas)
         if self.puts:
             network = core("nodes.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
-        make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
+        make = networks.NvshmemEngine if self.puts else networks.NcclEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
             return make(torch.device("cpu"), driver, network, fault, self.blas.of_a_rank())
 
@@ -117,8 +117,8 @@ class NodeDomain(SimulatedDomain):
         return replace(
             engine,
             chunks=chunks,
-            legs=core("schedule.transfers").legs(*of_kind),
-            crossings=core("schedule.inter_node").crossings(*of_kind),
+            legs=core("schedule.inter_node").legs(*of_kind),
+            send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
             together=together,
             by_rows=engine.kind == core("schedule.order").A2A_GEMM and self._simulation.by_rows,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,

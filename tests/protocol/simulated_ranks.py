@@ -93,7 +93,7 @@ class Simulation:
         scheduler.patch(core("ops.launch"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "_PART", WORDS_AT_ONCE)
-        for waiting in ("group.waits", "group.copy_engine"):
+        for waiting in ("group.signals", "group.copy_engine"):
             scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins

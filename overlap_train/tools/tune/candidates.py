@@ -14,7 +14,7 @@ import torch
 from ...group.domain import OverlapDomain
 from ...group.signals import Tag
 from ...methods import TRAITS
-from ...ops.plan import chunks_of, sent_again
+from ...ops.plan import chunks_of, planner_of
 from ...ops.table import start_gather, start_scatter
 from ...planning.choice import Choice, may_choose, untuned
 from ...planning.table import Winner
@@ -169,7 +169,7 @@ def backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) 
     """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
     ends under that gradient would look slower than it is."""
     plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole = sent_again(replace(plan, kind=GATHER), domain.topology)
+    whole = planner_of(domain.topology, domain.config).sent_again(replace(plan, kind=GATHER))
     wgrad = Tag(f"{tag.op}/wgrad", tag.what)
 
     def run(o: Operands) -> torch.Tensor:
