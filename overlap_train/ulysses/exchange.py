@@ -153,7 +153,7 @@ class Linear(InParts):
             domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
             assert plan.wgrad is not None, "what forward has received was not kept"
             exchange = None
-            with part.exchange.backward(wants_dx=dx is not None, wants_dw=True):
+            with part.exchange.backward[dx is not None, True]:
                 receiver = start_all_to_all_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
                 if dx is not None:
                     dy_rows, place = self.rows(dy, part), dx.place(part)
