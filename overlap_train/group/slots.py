@@ -57,7 +57,7 @@ class Layout:
 
     @cached_property
     def _starts(self) -> tuple[int, int, int, int]:
-        """(first slot's blocks, its flagged words, from one slot's blocks to the next, from one's words to the next), in bytes."""
+        """(first slot's blocks, its flagged words, one slot's blocks to the next, one's words to the next), in bytes."""
         blocks, pitch, words = map(_aligned, ((BARRIER + 1) * self.signals_bytes, self.slot_bytes, self.flagged_bytes))
         return blocks, blocks + SLOTS * pitch, pitch, words
 
