@@ -3,7 +3,6 @@
 Loaded by group/span.py for the first group that spans nodes. It adds its engines to the table of operators (ops/table.py).
 """
 
-from . import register
 from .connect import SeveralNodes
 
 __all__ = ["SeveralNodes", "register"]
