@@ -4,5 +4,7 @@ Loaded by group/span.py for the first group that spans nodes. It adds its engine
 """
 
 from .connect import SeveralNodes
+from .register import register_engines
 
-__all__ = ["SeveralNodes", "register"]
+register_engines()
+__all__ = ["SeveralNodes"]
