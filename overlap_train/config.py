@@ -152,19 +152,6 @@ class OverlapConfig:
         """These settings with another method and without trials (tune_steps=0): a named method leaves nothing to try."""
         return replace(self, method=method, tune_steps=0)
 
-    def __hash__(self) -> int:
-        """The hash of all fields, computed once: the config is part of a dictionary key on every call, and hashing all fields
-        takes a microsecond."""
-        kept = self.__dict__.get("_hash")
-        if kept is None:
-            kept = hash(tuple(getattr(self, setting.name) for setting in fields(self)))
-            object.__setattr__(self, "_hash", kept)
-        return kept
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state for pickling, without the kept hash: another process has another one."""
-        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
-
     def __post_init__(self) -> None:
         for setting in fields(self):
             _check(setting, getattr(self, setting.name))

@@ -45,38 +45,34 @@ class Layout:
     slot_bytes: int
     flagged_bytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.flagged_offset(BARRIER)
+    @cached_property
+    def signals_bytes(self) -> int:
+        """Of a slot's W x MAX_CHUNKS signals."""
+        return self.world_size * MAX_CHUNKS * 8
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Of one block of a slot."""
         return self.slot_bytes // self.world_size
 
-    def offset(self, slot: int) -> int:
-        """Byte offset of a slot's blocks."""
-        return _aligned((BARRIER + 1) * self.signals_bytes) + slot * _aligned(self.slot_bytes)
+    @cached_property
+    def _starts(self) -> tuple[int, int, int, int]:
+        """(first slot's blocks, its flagged words, one slot's blocks to the next, one's words to the next), in bytes."""
+        blocks, pitch, words = map(_aligned, ((BARRIER + 1) * self.signals_bytes, self.slot_bytes, self.flagged_bytes))
+        return blocks, blocks + SLOTS * pitch, pitch, words
 
-    def size(self, slot: int) -> int:
-        """Bytes of a slot's blocks; the barrier has none."""
-        return 0 if slot == BARRIER else self.slot_bytes
+    @cached_property
+    def nbytes(self) -> int:
+        """Of the heap."""
+        return self._starts[1] + SLOTS * self._starts[3]
+
+    def offset(self, slot: int) -> int:
+        """Byte offset of a slot's blocks. The barrier has none."""
+        return self._starts[0] + slot * self._starts[2]
 
     def flagged_offset(self, slot: int) -> int:
-        """Byte offset of a slot's flagged words."""
-        return self.offset(BARRIER) + slot * _aligned(self.flagged_bytes)
-
-    def flagged_size(self, slot: int) -> int:
-        """Bytes of a slot's flagged words; the barrier has none."""
-        return 0 if slot == BARRIER else self.flagged_bytes
-
-    def signals_offset(self, slot: int) -> int:
-        """Byte offset of a slot's W x MAX_CHUNKS signals."""
-        return slot * self.signals_bytes
-
-    @property
-    def signals_bytes(self) -> int:
-        return self.world_size * MAX_CHUNKS * 8
+        """Byte offset of a slot's flagged words. The barrier has none."""
+        return self._starts[1] + slot * self._starts[3]
 
     def covering(self, slot_bytes: int, flagged_bytes: int = 0) -> Layout:
         """The smallest layout that holds both this one and slots of the given sizes."""
@@ -98,10 +94,6 @@ _MOST_CALLS = 256  # kinds of calls that a slot remembers
 _PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
 
 
-def _addresses(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=device)
-
-
 class Counters:
     """What the kernels of one product count, int64 words on the device, in the order of kernels/signal_words.py."""
 
@@ -117,21 +109,20 @@ class Slot:
     """One slot as this rank sees it, and as it sees the peers'."""
 
     def __init__(self, heap: SymmetricHeap, layout: Layout, index: int, rank: int, device: torch.device) -> None:
-        start, words = layout.offset(index), layout.signals_offset(index)
-        size, world = layout.size(index), layout.world_size
+        world, has_blocks = layout.world_size, index != BARRIER
         views = [heap.view(peer) for peer in range(world)]
+        start, size = layout.offset(index), layout.slot_bytes * has_blocks
         self.memory = [view[start : start + size] for view in views]
-        signals = [
-            view[words : words + layout.signals_bytes].view(torch.int64).view(world, MAX_CHUNKS) for view in views
-        ]
+        start, size = index * layout.signals_bytes, layout.signals_bytes
+        signals = [view[start : start + size].view(torch.int64).view(world, MAX_CHUNKS) for view in views]
         self.signals = signals[rank]  # int64 [W, MAX_CHUNKS], row s written by rank s
         self.outgoing = [words[rank] for words in signals]  # the row that this rank writes at each peer
-        self.outgoing_at = _addresses(self.outgoing, device)  # int64 [W], for kernels that signal peers themselves
-        self.memory_at = _addresses(self.memory, device)  # int64 [W], for kernels that store at peers themselves
-        start, size = layout.flagged_offset(index), layout.flagged_size(index)
+        start, size = layout.flagged_offset(index), layout.flagged_bytes * has_blocks
         flagged = [view[start : start + size].view(torch.int64) for view in views]
         self.flagged = flagged[rank]  # int64, in W blocks as large as the call wants them, block s written by rank s
-        self.flagged_at = _addresses(flagged, device)  # int64 [W]
+        # int64 [W] each, for kernels that signal, or store at, peers themselves
+        addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (self.outgoing, self.memory, flagged)]
+        self.outgoing_at, self.memory_at, self.flagged_at = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._count(world, device)
 
     def _count(self, world: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 from ..cache import BoundedCache
 from ..group.copy_engine import Route
 from ..group.signals import next_word
-from ..group.slots import _MOST_CALLS, Call, Layout, Slot
+from ..group.slots import _MOST_CALLS, BARRIER, Call, Layout, Slot
 from ..group.waits import BoundedWaits
 from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.order import Topology
@@ -28,8 +28,8 @@ class NodeSlot(Slot):
         self, heap: SymmetricHeap, layout: Layout, index: int, topology: Topology, device: torch.device
     ) -> None:
         self.topology = topology
-        self.start, self.words_start = layout.offset(index), layout.signals_offset(index)
-        size, end = layout.size(index), self.words_start + layout.signals_bytes
+        self.start, self.words_start = layout.offset(index), index * layout.signals_bytes
+        size, end = layout.slot_bytes * (index != BARRIER), self.words_start + layout.signals_bytes
         views = {peer: heap.view(peer) for peer in topology.ranks_of(topology.node)}
         self.node_memory = {peer: view[self.start : self.start + size] for peer, view in views.items()}
         self.words = {

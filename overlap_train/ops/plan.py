@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -280,7 +281,7 @@ def barrier_first(plan: Plan, gathers: bool) -> bool:
     return plan.dgrad.variant.barrier_first and (gathers or not plan.spec.sends_input)
 
 
-def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
+def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:
     """Why the plan's kernels cannot run on a device, or None. interpreted: kernels run in Triton's interpreter."""
     for engine in (plan.fprop, plan.dgrad):
         if engine.method == LOW_LATENCY:
@@ -289,7 +290,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
                 return refused
         if device.type == "cuda" or not TRAITS[engine.method].kernels:
             continue
-        if not interpreted:
+        if not interpreted():
             return (
                 f"method={engine.method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which "
                 "is for tests "

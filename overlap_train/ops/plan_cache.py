@@ -157,8 +157,7 @@ def settled_plan(
 
 def why_not_here(plan: Plan, domain: OverlapDomain) -> str | None:
     """Why a plan cannot run in a domain, or None."""
-    interpreted = domain.device.type != "cuda" and is_interpreted()
-    return why_not(plan, domain.device, interpreted) or why_not_across_nodes(plan, domain.nodes.problem)
+    return why_not(plan, domain.device, is_interpreted) or why_not_across_nodes(plan, domain.nodes.problem)
 
 
 class PlanCache:

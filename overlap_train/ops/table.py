@@ -12,13 +12,7 @@ import torch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
-from .a2a_gemm import (
-    ChunkedAllToAllGemm,
-    CollectiveAllToAllGemm,
-    DirectAllToAllGemm,
-    FusedAllToAllGemm,
-    Receiver,
-)
+from .a2a_gemm import ChunkedAllToAllGemm, CollectiveAllToAllGemm, DirectAllToAllGemm, FusedAllToAllGemm, Receiver
 from .ag_gemm import ChunkedGather, CollectiveGather, DirectGather, FusedGather, Gather, LowLatencyGather
 from .gemm_a2a import (
     ChunkedGemmAllToAll,

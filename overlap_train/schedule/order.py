@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, pairwise, product, repeat, starmap
 
 GATHER, SCATTER = "gather", "scatter"
@@ -29,11 +29,11 @@ class Topology:
     local: int
     rank: int
 
-    @property
+    @cached_property
     def world(self) -> int:
         return self.nodes * self.local
 
-    @property
+    @cached_property
     def node(self) -> int:
         """The node of this rank."""
         return self.rank // self.local
@@ -59,6 +59,7 @@ class Topology:
 Unit = tuple[int, int]  # (block, chunk)
 
 
+@cache
 def targets(topology: Topology) -> tuple[int, ...]:
     """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
     nearest following first."""
@@ -66,6 +67,7 @@ def targets(topology: Topology) -> tuple[int, ...]:
     return tuple(_shifted(topology, node, place) for node in nodes for place in locals_)[:-1]
 
 
+@cache
 def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
     """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first.
 

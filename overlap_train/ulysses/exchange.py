@@ -1,15 +1,24 @@
-"""What the linears of Ulysses do, part by part, forward and backward.
+"""KV heads that several ranks need, where a group has more ranks than there are KV heads: the gradients of their copies.
+
+AttentionHeads.sent_rows says which rows of the weight are sent, some of them to several ranks.
+
+What the linears of Ulysses do, part by part, forward and backward.
 
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
 `to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
 it multiplies the next one (ahead.py).
+
+A call of a Ulysses linear while methods take turns (operators/trials.py): it is timed as a whole.
+
+The exchange of one part runs beside the product of another, so that parts have no times of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -20,11 +29,21 @@ from ..group.domain import profiled
 from ..ops.a2a_gemm import Receiver
 from ..ops.gemm_a2a import Exchange
 from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all
+from ..ops.trials import Timed, TimedBracket, Trial
 from ..ops.wgrad import WeightGradient
-from .ahead import Give, ProductStep, Read, Step, run_steps
-from .copies import summed_copies
-from .parts import Part
+from .parts import Give, Part, ProductStep, Read, Step, run_steps
 from .rows import Rows
+
+
+def summed_copies(dy_blocks: torch.Tensor, copies: torch.Tensor, n: int) -> torch.Tensor:
+    """dy [rows, N] from [W, rows, N'/W], column i of which belongs to row copies[i] of the weight.
+
+    Copies are added in fp32 and in the order of ranks.
+    """
+    total = dy_blocks.new_zeros(dy_blocks.shape[1], n, dtype=torch.float32)
+    for block, columns in zip(dy_blocks, copies.chunk(len(dy_blocks)), strict=True):
+        total[:, columns] += block  # within a block each column comes once
+    return total.to(dy_blocks.dtype)
 
 
 class InParts:
@@ -153,7 +172,7 @@ class Linear(InParts):
             domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
             assert plan.wgrad is not None, "what forward has received was not kept"
             exchange = None
-            with part.exchange.backward(wants_dx=dx is not None, wants_dw=True):
+            with part.exchange.backward[dx is not None, True]:
                 receiver = start_all_to_all_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
                 if dx is not None:
                     dy_rows, place = self.rows(dy, part), dx.place(part)
@@ -196,3 +215,39 @@ def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:
     if linear.copies is None:
         return dy_blocks
     return summed_copies(dy_blocks, linear.copies, linear.weight.shape[0])
+
+
+@dataclass
+class TimedLinear(Linear):
+    """A call that is timed, for a trial: forward, and backward where it gives an input gradient."""
+
+    trial: Trial
+    name: str
+    method: str
+
+    def _timed(self, kind: str) -> AbstractContextManager[None]:
+        work = self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
+        return TimedBracket(nullcontext(), self.trial, Timed(self.name, kind, self.method, work))
+
+    def _timed_backward(self, wants_dx: bool) -> AbstractContextManager[None]:
+        return self._timed(self.trial.fprop.dgrad.kind) if wants_dx else nullcontext()
+
+    def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
+        with self._timed(self.trial.fprop.kind):
+            return super().to_heads(x, y)
+
+    def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with self._timed(self.trial.fprop.kind):
+            return super().to_rows(x, keep)
+
+    def heads_backward(
+        self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        with self._timed_backward(wants_dx):
+            return super().heads_backward(x, dy, wants_dx)
+
+    def rows_backward(
+        self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
+    ) -> torch.Tensor | None:
+        with self._timed_backward(dx is not None):
+            return super().rows_backward(x, dy, dx)

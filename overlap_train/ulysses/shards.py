@@ -20,11 +20,10 @@ import torch.nn.functional as F
 
 from .calls import like
 from .exchange import Linear
-from .groups import Groups
 from .layout import SequenceLayout
 from .linears import rank_rows
 from .rows import Rows, SequenceRows, UnequalRows
-from .two_groups import ShardedLinear
+from .two_groups import Groups, ShardedLinear
 
 CONTIGUOUS = SequenceLayout()
 

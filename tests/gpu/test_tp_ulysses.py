@@ -18,7 +18,7 @@ from overlap_train import (
 from overlap_train.group.registry import domain_of
 from overlap_train.nodes.streams import NodeStreamEngine
 from overlap_train.symmetric.nvshmem import is_installed
-from overlap_train.ulysses import two_group_calls
+from overlap_train.ulysses import two_groups as two_group_calls
 from tests.tp_ulysses_cases import ulysses_across_nodes
 
 S, B, HIDDEN, DIM = 2048, 1, 512, 128

@@ -151,7 +151,7 @@ def compare(expected: dict[str, Any], folder: Path, name: str, tensor: int, cont
     """Facts about one layout; `expected` of one rank, which has saved its weights."""
     from overlap_train import OverlapConfig
     from overlap_train.integrations.megatron import report
-    from overlap_train.ulysses import two_group_calls
+    from overlap_train.ulysses import two_groups as two_group_calls
     from tests.megatron import ulysses
 
     two_group_calls.parts_that_hide = lambda rows, n, k: 2 if "in parts" in name else 1

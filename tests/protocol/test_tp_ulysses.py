@@ -25,7 +25,7 @@ from overlap_train import (
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
 from overlap_train.ulysses import parts
-from overlap_train.ulysses.groups import Groups, _worst, nodes_of_groups
+from overlap_train.ulysses.two_groups import Groups, _worst, nodes_of_groups
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads
-from overlap_train.ulysses.copies import summed_copies
+from overlap_train.ulysses.exchange import summed_copies
 
 CPU = torch.device("cpu")
 DIVIDED = [(8, 8, 2), (8, 4, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (12, 2, 6), (6, 3, 3), (4, 1, 1)]  # query, kv, ranks

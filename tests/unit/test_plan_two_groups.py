@@ -22,7 +22,8 @@ from overlap_train.tools.plan.prediction import Prediction, predict
 from overlap_train.tools.plan.simulation.simulate import simulate
 from overlap_train.tools.plan.simulation.timeline import COPIES, EXCHANGES, GEMM, Program, Span, Timeline
 from overlap_train.tools.plan.two_groups import Projection, in_parts, projection
-from overlap_train.ulysses import ahead, two_group_calls
+from overlap_train.ulysses import parts as ahead
+from overlap_train.ulysses import two_groups as two_group_calls
 from overlap_train.ulysses.layout import AttentionHeads
 
 H200 = SYSTEMS["h200"]

@@ -17,7 +17,7 @@ from overlap_train.ops.table import products_beside
 from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.order import Topology
 from overlap_train.select.tiling import Target
-from overlap_train.ulysses import two_group_calls
+from overlap_train.ulysses import two_groups as two_group_calls
 from overlap_train.ulysses.calls import Terms
 from overlap_train.ulysses.layout import AttentionHeads
 

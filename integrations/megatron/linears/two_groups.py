@@ -15,8 +15,7 @@ import torch
 
 from overlap_train.config import flag_name
 from overlap_train.integrations.megatron.linears.exchange import Exchange
-from overlap_train.ulysses.groups import Groups, nodes_of_groups
-from overlap_train.ulysses.two_group_calls import Sizes, sizes_of_heads, sizes_of_rows
+from overlap_train.ulysses.two_groups import Groups, Sizes, nodes_of_groups, sizes_of_heads, sizes_of_rows
 
 
 def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:

@@ -24,8 +24,7 @@ from ...select.passes import Pass
 from ...select.tiling import Target
 from ...ulysses.layout import AttentionHeads
 from ...ulysses.rows import SequenceRows
-from ...ulysses.two_group_calls import Sizes
-from ...ulysses.two_groups import ShardedLinear
+from ...ulysses.two_groups import ShardedLinear, Sizes
 from ..measure.models import Model
 from .estimates import COLLECTIVE, Estimate, simulated, work_of
 from .inputs import Linear, Strategy, heads_of
