@@ -24,11 +24,11 @@ from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
 from ..symmetric.host import Offer, Place
-from .engines import HostEngine, InterNodeEngine, NcclEngine, NvshmemEngine
-from .gloo import GlooTransport
+from .engines import InterNodeEngine
+from .gloo import GlooTransport, HostEngine
 from .measure import connect, settle
-from .nccl import NcclTransport
-from .puts import PUT_GBS, NvshmemPuts
+from .nccl import NcclEngine, NcclTransport
+from .nvshmem import PUT_GBS, NvshmemEngine, NvshmemPuts
 from .slots import NodeCall, NodeSlot
 
 

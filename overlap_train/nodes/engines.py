@@ -7,44 +7,54 @@ These two are streams on GPUs, threads of CPU processes. Nothing else waits for 
 they as inside a node. Where one hardware queue serves all streams, what stands at its head holds up the rest:
 schedule/inter_node.py says what is enqueued when. The operators enqueue the same steps for every engine:
 
-    HostEngine       CPU processes, by gloo: a piece, then its signal, go into the heap of the rank that they are for
-    NvshmemEngine    GPUs, by NVSHMEM: the same. Nobody has to say what it expects
-    NcclEngine       GPUs, by NCCL: a send to one rail peer and a receive from another, as one group. It writes into the memory
-                     of its own rank only. What is for another rank of the node comes into a receive buffer, and the arriving
-                     stream copies it on: data, then the sender's word
+    HostEngine       CPU processes, by gloo (gloo.py): a piece, then its signal, go into the heap of the rank that they are for
+    NvshmemEngine    GPUs, by NVSHMEM (nvshmem.py): the same. Nobody has to say what it expects
+    NcclEngine       GPUs, by NCCL (nccl.py): a send to one rail peer and a receive from another, as one group. It writes into the
+                     memory of its own rank only. What is for another rank of the node comes into a receive buffer, and the
+                     arriving stream copies it on: data, then the sender's word
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..gpu.driver import Blas, CudaDriver
 from ..gpu.launch import Launch
-from ..group.copy_engine import AT_LEAST, CopyEngine, HostCopyEngine, Route, StreamCopyEngine, run_push
+from ..group.copy_engine import AT_LEAST, CopyEngine, Route, StreamCopyEngine
 from ..group.signals import FaultRecord
 from ..ops.launch import aligned
 from ..schedule.inter_node import SendRecv, send_recvs
 from ..schedule.order import GATHER, Topology
-from ..schedule.transfers import Leg, Legs
-from ..symmetric.agreement import OverlapTimeoutError
-from .gloo import GlooTransport
-from .measure import grid_of
-from .nccl import NcclTransport
-from .puts import NvshmemPuts
+from ..schedule.transfers import Legs
 from .slots import NodeCall
-from .transport import Exchange, Piece
+
+CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors
 
 MOST_MARKED = 3  # products that are enqueued before what sends them: at most two, and the one that is sent next
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Data, contiguous and perhaps none, and the word that becomes their signal, int64 [1]; both in memory of the GPU."""
+
+    data: torch.Tensor
+    word: torch.Tensor
+
+
+class Exchange(Protocol):
+    """A piece that is sent, and one that is received, under way."""
+
+    def arrive(self) -> None:
+        """Hold the current stream until the received piece is there, and until the one sent may be written over."""
+        ...
 
 
 class Started(Protocol):
@@ -72,7 +82,7 @@ class InterNodeEngine(CopyEngine, ABC):
     needs_buffers = False
     reduce_sms = 0
     gbs = 0.0
-    network: GlooTransport | NcclTransport | NvshmemPuts
+    network: Any  # its transport
 
     def __init__(self) -> None:
         self._unfinished: list[Started] = []
@@ -155,141 +165,11 @@ class InterNodeEngine(CopyEngine, ABC):
         """Tell all rail peers that this rank has come: chunk 0 of its block, without data."""
 
 
-class Worker:
-    """A daemon thread that runs what it is given, in that order, and skips the rest after a failure."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pending = 0
-        self._error: Exception | None = None
-        self._idle = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name=f"overlap_train {name} between nodes", daemon=True)
-        self._thread.start()
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Enqueue it, and return."""
-        with self._idle:
-            self._pending += 1
-        self._queue.put(task)
-
-    @torch.no_grad()  # per thread
-    def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
-            try:
-                if self._error is None:
-                    task()
-            except Exception as error:  # a thread cannot raise to its owner: join does
-                self._error = error
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
-
-    def join(self) -> None:
-        """Return when everything has run; raises what it raised."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-
-class HostEngine(HostCopyEngine, InterNodeEngine):
-    """The engine of CPU processes. What the caller has computed is there, so nothing has to be ordered after it."""
-
-    network: GlooTransport
-
-    def __init__(self, timeout_s: float, network: GlooTransport, fault: FaultRecord) -> None:
-        HostCopyEngine.__init__(self, timeout_s)
-        InterNodeEngine.__init__(self)
-        self.network, self._fault = network, fault
-        self.sending, self.arriving = Worker("sending"), Worker("arriving")
-
-    def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
-        self.push(source, routes)
-
-    def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
-        """An interpreted kernel has stored them all when it returns."""
-
-    def mark(self) -> int:
-        return 0
-
-    def send_after(self, mark: int) -> None: ...
-
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        put = partial(self.network.put, source, call.place(exchanged.sent), call.word)
-        if make is None:
-            put()  # gloo returns at once
-        else:
-            self.sending.run(partial(_one_after_the_other, make, put))
-        return Put()
-
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
-    ) -> None:
-        if exchanged.passes_on:
-            self.arriving.run(partial(self._pass_on, call, exchanged))
-
-    def _pass_on(self, call: NodeCall, exchanged: SendRecv) -> None:
-        call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
-        for route in call.routes(exchanged.passed_on):
-            run_push(route.push(call.blocks))
-
-    def add(
-        self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-    ) -> None:
-        total = own.to(torch.float32, copy=True)
-        for block in order:
-            total += received[block]
-        y.copy_(total)
-
-    def barrier(self, call: NodeCall, topology: Topology) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8)
-        for node in range(topology.nodes):
-            if node != topology.node:
-                self.network.put(nothing, call.place_of(topology.twin(node), topology.rank, 0), call.word)
-
-    def begin_ahead(self) -> None:
-        self.finish_started()
-        super().begin_ahead()
-
-    def join(self) -> None:
-        is_ahead = self._ahead is not None  # what has been started since is the next operator's
-        try:
-            with ExitStack() as all_of_it:
-                for ended in (self.arriving.join, self.sending.join, super().join):
-                    all_of_it.callback(ended)
-                if not is_ahead:
-                    self.finish_started()
-            if not self._fault.failed:  # else what is under way may never arrive
-                self.network.join()
-        except OverlapTimeoutError as error:  # of a send: by `sending`, or under way
-            self._fault.keep(error)
-
-    def close(self) -> None:
-        for worker in (self.sending, self.arriving):
-            worker.close()
-        self.network.close(orderly=not self._fault.failed)
-        super().close()
-
-
-def _one_after_the_other(*tasks: Callable[[], None]) -> None:
-    for task in tasks:
-        task()
-
-
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
     """The engines of GPUs: a stream each for what is sent and for what arrives."""
 
-    network: NcclTransport | NvshmemPuts
-
     def __init__(
-        self, device: torch.device, driver: CudaDriver, network: NcclTransport | NvshmemPuts, fault: FaultRecord,
+        self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord,
         blas: Blas | None = None, reduce_sms: int = 0, gbs: float = 0.0,
     ) -> None:  # fmt: skip
         StreamCopyEngine.__init__(self, device, driver)
@@ -371,82 +251,6 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
         self.network.close(orderly=True)
 
 
-class NcclEngine(StreamEngine):
-    """The engine of GPUs whose data cross the network by NCCL: rail peers exchange, and both take part."""
-
-    needs_buffers = True
-    network: NcclTransport
-
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        received = exchanged.received
-        into = call.chunk_of(received.fills, received.chunk) if buffer is None else buffer
-        self._held.append(source)
-        if buffer is not None:
-            self._held.append(buffer)
-            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
-        with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            sent, expected = Piece(source, call.slot.epoch), Piece(into, call.crossed(received))
-            return self.network.exchange(exchanged, sent, expected)
-
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
-    ) -> None:
-        received, passed_on = exchanged.received, exchanged.passed_on
-        with self._driver.in_stream(self._arriving):
-            exchange.arrive()
-            if buffer is None:
-                self._signal(call, received)
-                if not passed_on.all:
-                    return
-                # Bounded, and it notices a rail peer that is in another call.
-                call.wait_chunk(received.fills, received.chunk)
-            self._pass_on(call.routes(passed_on), call.blocks if buffer is None else buffer)
-
-    def _signal(self, call: NodeCall, received: Leg) -> None:
-        signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
-        self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, self._arriving.cuda_stream))
-
-
-class NvshmemEngine(StreamEngine):
-    """The engine of GPUs whose data cross the network by NVSHMEM: only the sender acts."""
-
-    network: NvshmemPuts
-
-    def send_after(self, mark: int) -> None:
-        """Let what is sent or passed on from now on come after what is marked. If the arriving stream looked for a piece before
-        the call's epoch has begun, the epoch before would make it seem to be there. An exchange of NCCL needs no such order:
-        what it sends orders it."""
-        super().send_after(mark)
-        self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
-
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        self._held.append(source)
-        with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            self.network.put(source, call.place(exchanged.sent), call.word, self._sending.cuda_stream)
-        return Put()
-
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
-    ) -> None:
-        received = exchanged.received
-        if exchanged.passes_on:
-            with self._driver.in_stream(self._arriving):
-                call.wait_chunk(
-                    received.fills, received.chunk
-                )  # bounded, and it notices a peer that is in another call
-                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
-
-
 def add_blocks(
     call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
 ) -> None:
@@ -468,3 +272,13 @@ def _add_launch(
     )  # fmt: skip
     constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
     return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
+
+
+def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
+    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
+    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
+
+    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
+    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
+    tiles = -(-size // block)
+    return min(sms or tiles, tiles), block

@@ -22,10 +22,9 @@ from ..schedule.inter_node import (
 )
 from ..schedule.order import Topology
 from ..schedule.transfers import Leg
-from .engines import InterNodeEngine
+from .engines import Exchange, InterNodeEngine
 from .plan import InterNodePlan
 from .slots import NodeCall
-from .transport import Exchange
 
 # What an exchange sends, and what enqueues something that fills it.
 Sent = tuple[torch.Tensor, Callable[[], None] | None]

@@ -21,8 +21,8 @@ from ..planning.sm_budget import SmBudget
 from ..schedule.inter_node import send_recvs
 from ..schedule.order import GATHER, Topology
 from ..symmetric.agreement import Agreement, say_on_rank_0
-from .nccl import NcclTransport
-from .transport import Failures, Piece
+from .engines import Piece, grid_of
+from .nccl import Failures, NcclTransport
 
 # Sockets carried 32 MiB in 4.5 to 10.8 ms within one run (2 x H200, a slow host). With one burst of each number of SMs, 8 looked
 # better than 4.
@@ -135,16 +135,6 @@ def _gbs(topology: Topology, device: torch.device, network: NcclTransport) -> fl
 _SUM_NBYTES = 64 << 20  # of the blocks that one sum reads: more than an L2 holds
 _SUMS = 8  # of a burst, which outweigh its launches
 _MEASURE_SUM = "overlap_train: measure the sum of a node's partials"
-
-
-def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
-    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
-    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
-
-    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
-    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
-    tiles = -(-size // block)
-    return min(sms or tiles, tiles), block
 
 
 def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_gbs: float, sms: int, most: int) -> int:

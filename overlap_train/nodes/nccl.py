@@ -11,8 +11,9 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,25 @@ import torch.distributed as dist
 from ..gpu.driver import leave_captures_alone
 from ..schedule.inter_node import SendRecv
 from ..schedule.order import Topology
+from ..schedule.transfers import Leg
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from ..symmetric.bounded import bounded
-from .transport import CONNECT, Failures, Piece
+from .engines import CONNECT, Exchange, Piece, StreamEngine
+from .slots import NodeCall
 
 _LOOK_S = 0.5
 _QUEUED_S = 3600.0  # that an exchange may stand behind other work: torch's watchdog counts from when the host enqueues
+
+
+class Failures(Protocol):
+    """What a transport tells of, and asks: this rank's record of waits that have failed."""
+
+    @property
+    def failed(self) -> bool: ...
+
+    def keep(self, error: OverlapTimeoutError) -> NoReturn: ...
+
+    def check(self) -> None: ...
 
 
 class NcclExchange:
@@ -159,3 +173,44 @@ class NcclTransport:
                 self._group.shutdown()
         elif self._group is not None:
             self._group.abort()
+
+
+class NcclEngine(StreamEngine):
+    """The engine of GPUs whose data cross the network by NCCL: rail peers exchange, and both take part."""
+
+    needs_buffers = True
+    network: NcclTransport
+
+    def start_exchange(
+        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
+        buffer: torch.Tensor | None = None,
+    ) -> Exchange:  # fmt: skip
+        received = exchanged.received
+        into = call.chunk_of(received.fills, received.chunk) if buffer is None else buffer
+        self._held.append(source)
+        if buffer is not None:
+            self._held.append(buffer)
+            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
+        with self._driver.in_stream(self._sending):
+            if make is not None:
+                make()
+            sent, expected = Piece(source, call.slot.epoch), Piece(into, call.crossed(received))
+            return self.network.exchange(exchanged, sent, expected)
+
+    def arrive(
+        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
+    ) -> None:
+        received, passed_on = exchanged.received, exchanged.passed_on
+        with self._driver.in_stream(self._arriving):
+            exchange.arrive()
+            if buffer is None:
+                self._signal(call, received)
+                if not passed_on.all:
+                    return
+                # Bounded, and it notices a rail peer that is in another call.
+                call.wait_chunk(received.fills, received.chunk)
+            self._pass_on(call.routes(passed_on), call.blocks if buffer is None else buffer)
+
+    def _signal(self, call: NodeCall, received: Leg) -> None:
+        signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
+        self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, self._arriving.cuda_stream))

@@ -7,6 +7,8 @@ one; else its rail peer in this node, which passes on what came over the network
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..cache import BoundedCache
@@ -18,7 +20,19 @@ from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.order import Topology
 from ..schedule.transfers import ARRIVED, LANDED, Leg
 from ..symmetric import SymmetricHeap
-from .transport import Place
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece goes: `receiver` writes it into the heap of `rank` at byte `data`, and then its signal at byte `signal`.
+
+    receiver: the sender's rail peer. rank: the receiver itself, or another rank of its node, whose memory it maps.
+    """
+
+    receiver: int
+    rank: int
+    data: int
+    signal: int
 
 
 class NodeSlot(Slot):

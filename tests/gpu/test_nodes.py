@@ -31,13 +31,13 @@ from overlap_train import (
 )
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
+from overlap_train.nodes.engines import Piece, StreamEngine
 from overlap_train.nodes.nccl import NcclExchange, NcclTransport
-from overlap_train.nodes.puts import NvshmemPuts
-from overlap_train.nodes.streams import NodeStreamEngine
-from overlap_train.nodes.transport import Piece, Place
+from overlap_train.nodes.nvshmem import NvshmemPuts
+from overlap_train.nodes.slots import Place
 from overlap_train.planning import choice
 from overlap_train.planning.variants import Variant
-from overlap_train.schedule.inter_node import Crossing
+from overlap_train.schedule.inter_node import SendRecv
 from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World
@@ -75,7 +75,7 @@ def nodes(case: Case) -> Iterator[Case]:
 def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) -> None:
     for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
         OPERATORS[operator](replace(nodes, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
-    assert isinstance(domain_of(nodes.group, nodes.config, nodes.device).engine, NodeStreamEngine)
+    assert isinstance(domain_of(nodes.group, nodes.config, nodes.device).engine, StreamEngine)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
@@ -106,7 +106,7 @@ def test_the_doctor_finds_a_signal_that_overtakes_its_data(nodes: Case, monkeypa
     """The word crosses alone, then once more with the data, for which nobody waits."""
     exchange, put = NcclTransport.exchange, NvshmemPuts.put
 
-    def early_exchange(self: NcclTransport, crossing: Crossing, sent: Piece, received: Piece) -> NcclExchange:
+    def early_exchange(self: NcclTransport, crossing: SendRecv, sent: Piece, received: Piece) -> NcclExchange:
         word = exchange(self, crossing, Piece(sent.data[:0], sent.word), Piece(received.data[:0], received.word))
         exchange(self, crossing, sent, received)
         return word

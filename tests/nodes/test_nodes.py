@@ -23,7 +23,7 @@ from overlap_train import (
     linear_reduce_scatter,
 )
 from overlap_train.group.registry import made_domain
-from overlap_train.nodes.engines import HostEngine
+from overlap_train.nodes.gloo import HostEngine
 from overlap_train.tools.doctor.network import GLOO, Settings, check_network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World

@@ -35,7 +35,7 @@ from overlap_train import (
 )
 from overlap_train.group.registry import made_domain
 from overlap_train.group.workspace import SlotUse
-from overlap_train.nodes.engines import HostEngine
+from overlap_train.nodes.gloo import HostEngine
 from overlap_train.nodes.ops import InterNodeGemmAllToAll
 from overlap_train.ulysses import parts
 from overlap_train.ulysses.layout import SequenceLayout

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, linear_reduce_scatter
-from overlap_train.nodes.engines import HostEngine
+from overlap_train.nodes.gloo import HostEngine
 from tests.processes import run_ranks, values
 
 

@@ -251,7 +251,7 @@ def test_a_weight_gradient_stands_between_exchanges_of_dx(
 
     end: `finish` begins, before which the weight gradient comes.
     """
-    scatter = core("nodes.ops").NodeStreamScatter
+    scatter = core("nodes.ops").InterNodeGemmReduceScatter
     finish = scatter.finish
 
     def noted_finish(one: Any) -> Any:
@@ -571,7 +571,7 @@ def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatc
         return nullcontext()
 
     monkeypatch.setattr(streams, "Launch", recorded)
-    monkeypatch.setattr(core("nodes.streams").NodeStreamEngine, "products", products)
+    monkeypatch.setattr(core("nodes.streams").StreamEngine, "products", products)
     machine = NodeSimulation(4, node_ranks=2, send_sms=2, reduce_sms=3)
     assert_passes(PROBLEMS["scatter"]("chunked", machine, 1), range(2))
     assert spared == {2 + 3} and set(grids) == {(1, 3), (2, 32)}

@@ -34,9 +34,12 @@ from overlap_train.group.registry import domain_of, made_domain
 from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
 from overlap_train.nodes.connect import NodeWaits
-from overlap_train.nodes.gloo import GlooTransport
-from overlap_train.nodes.engines import HostEngine, Worker
-from overlap_train.nodes.ops import InterNodeAllGatherGemm, InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
+from overlap_train.nodes.gloo import GlooTransport, HostEngine, Worker
+from overlap_train.nodes.ops import (
+    InterNodeAllToAllGemm,
+    InterNodeGemmAllToAll,
+    InterNodeGemmReduceScatter,
+)
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.planning import choice
 from overlap_train.planning.variants import Variant
@@ -365,6 +368,11 @@ def _without_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     return impatient
 
 
+def _on_impatient(pass_on: Callable[..., None]) -> Callable[..., None]:
+    """What passes on, without its wait."""
+    return lambda self, call, exchanged: pass_on(self, _Impatient(call), exchanged)
+
+
 def _reuses_its_sum(send: Callable[..., Any]) -> Callable[..., Any]:
     """A transport that lets its caller write into the source while it is under way."""
 
@@ -398,9 +406,9 @@ def _for_the_receiver(send: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plant(fault: str, rank: int) -> None:
     if fault == "a block is passed on before it is there":
-        InterNodeAllGatherGemm._pass_on = _without_wait(InterNodeAllGatherGemm._pass_on)  # type: ignore[method-assign]
+        HostEngine._pass_on = _without_wait(HostEngine._pass_on)  # type: ignore[method-assign]
     if fault == "the sum is sent before the partials are there":
-        InterNodeGemmReduceScatter._send_sum = _without_wait(InterNodeGemmReduceScatter._send_sum)  # type: ignore[method-assign]
+        InterNodeGemmReduceScatter._make_sum = _without_wait(InterNodeGemmReduceScatter._make_sum)  # type: ignore[method-assign]
     if fault == "the result is complete before the sums of other nodes are there":
         InterNodeGemmReduceScatter.finish = _without_wait(InterNodeGemmReduceScatter.finish)  # type: ignore[method-assign]
     if fault == "a far block is multiplied before it is there":

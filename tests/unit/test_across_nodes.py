@@ -61,7 +61,7 @@ def test_other_memory_is_refused_by_name() -> None:
 def test_a_block_more_is_held_to_send_from(network: str, staging: int) -> None:
     layout, where = Layout(4, 4000), across(network=network)
     heap = mock.Mock(**{"view.return_value": "memory"})
-    engine = mock.Mock(spec=across_nodes.NodePutEngine if staging else across_nodes.NodeExchangeEngine)
+    engine = mock.Mock(spec=across_nodes.NvshmemEngine if staging else across_nodes.NcclEngine)
     engine.network = mock.Mock()
     with (
         mock.patch.object(across_nodes, "open_heap", return_value=heap) as open_heap,
@@ -77,7 +77,7 @@ def test_a_block_more_is_held_to_send_from(network: str, staging: int) -> None:
 def test_a_rank_without_nvshmem_is_not_stopped_before_the_others_know() -> None:
     """The engine is made before ranks agree on the first call; what is missing is said there."""
     with mock.patch.dict("sys.modules", {"nvshmem": None}):
-        engine, _ = made_engine("NodePutEngine", network="nvshmem")
+        engine, _ = made_engine("NvshmemEngine", network="nvshmem")
     assert engine.called
 
 
@@ -99,8 +99,8 @@ def made_engine(name: str, **settings: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("name", "settings", "gbs", "asked", "most"),
     [
-        ("NodeExchangeEngine", {}, 30.0, 0, 9), ("NodeExchangeEngine", {"reduce_sms": 7}, 30.0, 7, 7),
-        ("NodePutEngine", {"network": "nvshmem"}, 50.0, 0, 15),
+        ("NcclEngine", {}, 30.0, 0, 9), ("NcclEngine", {"reduce_sms": 7}, 30.0, 7, 7),
+        ("NvshmemEngine", {"network": "nvshmem"}, 50.0, 0, 15),
     ],
 )  # fmt: skip
 def test_sums_get_the_sms_that_keep_up_with_the_network(
@@ -108,18 +108,18 @@ def test_sums_get_the_sms_that_keep_up_with_the_network(
 ) -> None:
     """And what NCCL leaves of what communication may hold, which is printed."""
     engine, settle = made_engine(name, **settings)
-    found = (5, gbs) if name == "NodeExchangeEngine" else (5,)  # NVSHMEM's network is not measured
+    found = (5, gbs) if name == "NcclEngine" else (5,)  # NVSHMEM's network is not measured
     assert engine.call_args.args[5:] == found and settle.call_args.args[1:] == (TWO_BY_TWO, GPU, gbs, asked, most)
-    nccl = 6 if name == "NodeExchangeEngine" else 0
+    nccl = 6 if name == "NcclEngine" else 0
     said = f"holds {nccl + 5 + 1} SMs (at most 16): NCCL {nccl}, sums of a node 5, waits 1\n"
     assert capsys.readouterr().err == f"overlap_train: communication between nodes {said}"
 
 
-@pytest.mark.parametrize("step", ["settle", "Blas", "NodeExchangeEngine"])
+@pytest.mark.parametrize("step", ["settle", "Blas", "NcclEngine"])
 def test_nodes_are_disconnected_where_the_engine_cannot_be_made(step: str) -> None:
     where, nccl = across(), mock.Mock(sms=6)
     object.__setattr__(where, "launcher", mock.Mock())
-    steps = {name: mock.Mock() for name in ("settle", "Blas", "NodeExchangeEngine")}
+    steps = {name: mock.Mock() for name in ("settle", "Blas", "NcclEngine")}
     steps["settle"].return_value = 5
     steps[step].side_effect = RuntimeError("rank 1")
     with (
@@ -131,5 +131,5 @@ def test_nodes_are_disconnected_where_the_engine_cannot_be_made(step: str) -> No
 
 
 def test_nodes_stay_connected_where_the_engine_is_made() -> None:
-    engine, _ = made_engine("NodeExchangeEngine")
+    engine, _ = made_engine("NcclEngine")
     assert not engine.call_args.args[2].close.called
