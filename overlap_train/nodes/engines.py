@@ -165,6 +165,39 @@ class InterNodeEngine(CopyEngine, ABC):
         """Tell all rail peers that this rank has come: chunk 0 of its block, without data."""
 
 
+def add_blocks(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
+) -> None:
+    """InterNodeEngine.add on a GPU."""
+    values = (own.data_ptr(), y.data_ptr())
+    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
+    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
+
+
+def _add_launch(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
+) -> Launch:
+    from ..kernels.add_blocks import WARPS, add_blocks_kernel
+
+    programs, block = grid_of(own, len(order), sms)
+    arguments = dict(
+        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
+        pitch=received.stride(0), abort_ptr=call.abort,
+    )  # fmt: skip
+    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
+    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
+
+
+def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
+    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
+    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
+
+    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
+    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
+    tiles = -(-size // block)
+    return min(sms or tiles, tiles), block
+
+
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
     """The engines of GPUs: a stream each for what is sent and for what arrives."""
 
@@ -178,6 +211,8 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._ordered, self._ends = driver.new_event(), (driver.new_event(), driver.new_event())
         self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
+
+    add = staticmethod(add_blocks)
 
     def products(self, spared_sms: int) -> AbstractContextManager[None]:
         return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)
@@ -197,16 +232,28 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     def send_after(self, mark: int) -> None:
         self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))
 
+    def start_exchange(
+        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
+        buffer: torch.Tensor | None = None,
+    ) -> Exchange:  # fmt: skip
+        self._held.append(source)
+        if buffer is not None:
+            self._held.append(buffer)
+            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
+        with self._driver.in_stream(self._sending):
+            if make is not None:
+                make()
+            return self._send(call, exchanged, source, buffer)
+
+    @abstractmethod
+    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
+        """Enqueue an exchange in the current stream."""
+
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         start, stream = source.data_ptr(), self._arriving.cuda_stream
         for route in routes:
             self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
             self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
-
-    def add(
-        self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-    ) -> None:
-        add_blocks(call, own, received, order, y, sms)
 
     def barrier(self, call: NodeCall, topology: Topology) -> None:
         """And let their words arrive."""
@@ -249,36 +296,3 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
             stream.synchronize()
         super().close()
         self.network.close(orderly=True)
-
-
-def add_blocks(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-) -> None:
-    """InterNodeEngine.add on a GPU."""
-    values = (own.data_ptr(), y.data_ptr())
-    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
-    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
-
-
-def _add_launch(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
-) -> Launch:
-    from ..kernels.add_blocks import WARPS, add_blocks_kernel
-
-    programs, block = grid_of(own, len(order), sms)
-    arguments = dict(
-        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
-        pitch=received.stride(0), abort_ptr=call.abort,
-    )  # fmt: skip
-    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
-    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
-
-
-def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
-    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
-    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
-
-    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
-    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
-    tiles = -(-size // block)
-    return min(sms or tiles, tiles), block

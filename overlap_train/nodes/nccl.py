@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -181,21 +180,10 @@ class NcclEngine(StreamEngine):
     needs_buffers = True
     network: NcclTransport
 
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
+    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
         received = exchanged.received
         into = call.chunk_of(received.fills, received.chunk) if buffer is None else buffer
-        self._held.append(source)
-        if buffer is not None:
-            self._held.append(buffer)
-            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
-        with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            sent, expected = Piece(source, call.slot.epoch), Piece(into, call.crossed(received))
-            return self.network.exchange(exchanged, sent, expected)
+        return self.network.exchange(exchanged, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))
 
     def arrive(
         self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None

@@ -7,7 +7,6 @@ there first. A card carries 50 GB/s, the copy 3700.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,15 +70,8 @@ class NvshmemEngine(StreamEngine):
         super().send_after(mark)
         self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
 
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        self._held.append(source)
-        with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            self.network.put(source, call.place(exchanged.sent), call.word, self._sending.cuda_stream)
+    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
+        self.network.put(source, call.place(exchanged.sent), call.word, self._sending.cuda_stream)
         return Put()
 
     def arrive(
