@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from overlap_train.config import OverlapConfig
 from overlap_train.methods import TRAITS
-from overlap_train.ops.plan import EnginePlan, NodeNetwork, engine_plan, make_plan, sent_again
+from overlap_train.ops.plan import make_plan, planner_of
 from overlap_train.ops.spec import (
     ALL_TO_ALL,
     ALL_TO_ALL_LINEAR,
@@ -26,6 +27,15 @@ from overlap_train.select.tiling import HOPPER, PORTABLE
 from tests.unit.test_plan import _hopper as _hopper
 
 BF16, GPU = torch.bfloat16, torch.device("cuda", 0)
+
+
+def engine_plan(
+    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: int = 4, sums: int = 9,
+    gbs: float = 0.0,
+) -> Any:  # fmt: skip
+    """The plan of a pass where NCCL has `sms`, the sum of a node `sums`, and the network carries `gbs` GB/s."""
+    config = OverlapConfig(network_sms=sms, reduce_sms=sums)
+    return planner_of(topology, config, gbs).plan(choice, pass_, device, w)
 
 
 def test_a_pass_multiplies_the_rows_of_one_rank() -> None:
@@ -47,11 +57,9 @@ def test_slots_have_room_for_what_one_rank_receives() -> None:
     assert ALL_TO_ALL_LINEAR.slot_bytes(torch.empty(4 * 8, 10, dtype=BF16), w, 4) == (4 * 8) * 10 * 2
 
 
-def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> EnginePlan:
+def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> Any:
     w = torch.empty(8, 8, dtype=BF16)
-    return engine_plan(
-        Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w, NodeNetwork(4, 9)
-    )
+    return engine_plan(Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w)
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -80,13 +88,11 @@ def test_across_nodes_they_overlap() -> None:
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
         assert on_cpu == Choice("chunked", "auto: not tuned: CPU tensors on several nodes")
         assert on_gpu == Choice("chunked", "auto: not tuned: GPUs on several nodes")
-    plan = engine_plan(
-        on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), NodeNetwork(4, 9)
-    )
-    again = sent_again(plan, Topology(2, 2, 0))
+    plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16))
+    again = planner_of(Topology(2, 2, 0), OverlapConfig()).sent_again(plan)
     assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
     assert [leg.target for leg in again.legs] == [3, 2, 1]
-    assert [(crossing.sent.target, crossing.lands) for crossing in again.crossings] == [(3, True), (2, False)]
+    assert [(turn.sent.target, turn.for_another) for turn in again.send_recvs] == [(3, True), (2, False)]
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -119,10 +125,10 @@ def test_shallow_blocks_are_multiplied_together() -> None:
 def a2a_plan(
     world: int, k: int, nodes: int, device: torch.device = GPU, kind: str = A2A_GEMM, chunks: int = 0,
     method: str = "chunked",
-) -> EnginePlan:  # fmt: skip
+) -> Any:  # fmt: skip
     choice, weight = Choice(method, "asked for", Variant(chunks=chunks)), torch.empty(8, 8, dtype=BF16)
     topology = Topology(nodes, world // nodes, 0)
-    return engine_plan(choice, Pass(kind, 16384, 4096, k, BF16, world), topology, device, weight, NodeNetwork(4, 9))
+    return engine_plan(choice, Pass(kind, 16384, 4096, k, BF16, world), topology, device, weight)
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -140,7 +146,7 @@ def test_auto_multiplies_by_rows_over_slow_networks(gbs: float, chunks: int) -> 
     """Only there blocks have eight chunks. By a faster one, or one that nobody has measured, `chunked` goes rank by rank."""
     pass_, weight = Pass(A2A_GEMM, 32768, 8192, 8192, BF16, 2), torch.empty(8, 8, dtype=BF16)
     choice = choose("auto", pass_, GPU, UNTUNED, nodes=2)
-    plan = engine_plan(choice, pass_, Topology(2, 1, 0), GPU, weight, NodeNetwork(2, 0, gbs))
+    plan = engine_plan(choice, pass_, Topology(2, 1, 0), GPU, weight, 2, 0, gbs)
     assert (plan.method, plan.chunks, plan.by_rows) == ("chunked", chunks, chunks == 8)
 
 
@@ -151,9 +157,7 @@ def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
     def chunks(kind: str, n: int) -> int:
         pass_ = Pass(kind, 16384, n, 4096, BF16, 2)
         choice = Choice("chunked", "asked for")
-        return engine_plan(
-            choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), NodeNetwork(4, 9)
-        ).chunks
+        return engine_plan(choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16)).chunks
 
     assert (chunks(A2A_GEMM, 4096), chunks(A2A_GEMM, 1024)) == (4, 1)
     assert (chunks(GEMM_A2A, 4096), chunks(GEMM_A2A, 1024)) == (2, 1)
@@ -224,7 +228,7 @@ def test_an_exchange_beside_a_product_across_nodes_has_whole_blocks_and_sms() ->
     """Those of NCCL, and one for waits: a kernel of the other group may hold all others to its end. `auto` does not."""
     x, w = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((1 << 17, 4096), (6144, 4096)))
 
-    def plan(method: str, nodes: int) -> EnginePlan:
+    def plan(method: str, nodes: int) -> Any:
         config, topology = OverlapConfig(method=method, network_sms=4), Topology(nodes, 4 // nodes, 0)
         return make_plan(ALL_TO_ALL, config, UNTUNED, topology, x, w, GPU).fprop
 

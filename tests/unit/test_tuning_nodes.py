@@ -16,7 +16,7 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.ops import plan_cache as tuning_file
-from overlap_train.ops.plan import EnginePlan, NodeNetwork, engine_plan
+from overlap_train.ops.plan import planner_of
 from overlap_train.planning.choice import Choice, choose, untuned
 from overlap_train.planning.table import UNTUNED, Table, Winner, path_of, read, save
 from overlap_train.planning.table_key import CROSSINGS, KERNELS, Key, key_of
@@ -32,6 +32,15 @@ TWO = replace(ONE, nodes=2)
 FC1 = Pass(GATHER, 8192, 7168, 4096, torch.bfloat16, 4)  # blocks of 16 MiB
 IN_ONE = Winner(FC1, "fused", {"fused": 1.0, "fused whole": 0.9, "collective": 2.0})
 ACROSS = Winner(FC1, "chunked", {"chunked": 3.0, "chunked in 1": 4.0, "chunked in 2": 2.5, "collective": 5.0})
+
+
+def engine_plan(
+    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: int = 4, sums: int = 9,
+    gbs: float = 0.0,
+) -> Any:  # fmt: skip
+    """The plan of a pass where NCCL has `sms`, the sum of a node `sums`, and the network carries `gbs` GB/s."""
+    config = OverlapConfig(network_sms=sms, reduce_sms=sums)
+    return planner_of(topology, config, gbs).plan(choice, pass_, device, w)
 
 
 def table_of(winner: Winner, nodes: int) -> Table:
@@ -148,9 +157,9 @@ def test_a_row_of_another_number_of_nodes_is_never_taken(device: torch.device) -
     assert choose("chunked", FC1, device, table_of(ACROSS, 2), nodes=4).variant == PLAIN
 
 
-def engine(table: Table, pass_: Pass = FC1, device: torch.device = GPU, nodes: int = 2) -> EnginePlan:
+def engine(table: Table, pass_: Pass = FC1, device: torch.device = GPU, nodes: int = 2) -> Any:
     topology, weight = Topology(nodes, pass_.world // nodes, 0), torch.empty(8, 8, dtype=pass_.dtype)
-    return engine_plan(choose("auto", pass_, device, table, nodes), pass_, topology, device, weight, NodeNetwork(4))
+    return engine_plan(choose("auto", pass_, device, table, nodes), pass_, topology, device, weight, 4, 0)
 
 
 @pytest.mark.usefixtures("hopper_gpu")
@@ -160,7 +169,7 @@ def test_blocks_are_cut_into_as_many_chunks_as_were_fastest(chunks: int, device:
     table = table_of(replace(ACROSS, ms={"chunked": 3.0, f"chunked in {chunks}": 2.0}), 2)
     for pass_ in (FC1, replace(FC1, m=8000)):
         plan = engine(table, pass_, device)
-        assert plan.chunks == chunks and len(plan.crossings) == chunks, "one far node"
+        assert plan.chunks == chunks and len(plan.send_recvs) == chunks, "one far node"
     odd = engine(table, replace(FC1, m=4 * 2001), device)
     assert odd.chunks == 1, "rows of this bucket that cannot be cut"
     even = engine(table, replace(FC1, m=4 * 2002), device)
