@@ -11,7 +11,7 @@ pytest.importorskip("greenlet")
 from tests.protocol.actors import Deadlock, StepLimit
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.operator_problems import gathers
-from tests.protocol.signals import Fault, fused_faults, host_faults, storing_faults
+from tests.protocol.faults import Fault, fused_faults, host_faults, storing_faults
 from tests.protocol.simulated_ranks import Simulation
 
 OPERATOR, KERNEL, SENDER = "ops.ag_gemm", "kernels.all_gather_gemm", "kernels.p2p_store"

@@ -12,7 +12,7 @@ pytest.importorskip("greenlet")
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.operator_problems import to_heads, to_rows
-from tests.protocol.signals import Fault, fused_faults, host_faults, storing_faults
+from tests.protocol.faults import Fault, fused_faults, host_faults, storing_faults
 from tests.protocol.simulated_ranks import TILE, Simulation
 from tests.protocol.test_interleaving_all_gather_gemm import SEND, TELL, TELL_FIRST, WAY
 from tests.protocol.test_interleaving_gemm_reduce_scatter import (

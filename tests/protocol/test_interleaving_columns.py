@@ -13,7 +13,7 @@ from overlap_train.planning.variants import Variant
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.test_interleaving_linear import Context, planned
 

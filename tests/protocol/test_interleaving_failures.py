@@ -14,7 +14,7 @@ from overlap_train import OverlapTimeoutError
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, tag_of
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("greenlet")
 from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.operator_problems import scatters
-from tests.protocol.signals import Fault, fused_faults, host_faults, in_slot, storing_faults
+from tests.protocol.faults import Fault, fused_faults, host_faults, in_slot, storing_faults
 from tests.protocol.simulated_ranks import TILE, Simulation
 
 OPERATOR, KERNEL = "ops.gemm_rs", "kernels.gemm_reduce_scatter"

@@ -11,7 +11,7 @@ pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.operator_problems import gathers, scatters, tag_of
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 

@@ -18,7 +18,7 @@ from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers, tag_of
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward

@@ -21,7 +21,7 @@ from overlap_train.schedule import order as kinds
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers
-from tests.protocol.signals import SLOT_REUSED_EARLY, Fault
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 

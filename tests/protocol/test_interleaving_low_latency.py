@@ -20,7 +20,7 @@ from tests.protocol.actors import Deadlock, StepLimit
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
-from tests.protocol.signals import SLOT_REUSED_EARLY, Fault
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.test_interleaving_linear import mlp
 from tests.protocol.test_interleaving_shared_slot import gather_and_barrier

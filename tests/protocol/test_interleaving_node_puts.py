@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward

@@ -20,7 +20,7 @@ from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, gathers, integers, scatters, tag_of, to_heads, to_rows
-from tests.protocol.signals import ENGINES, SLOT_REUSED_EARLY, Fault
+from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_gpu import Operation, SimulatedGpu
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core

@@ -18,7 +18,7 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.signals import Fault, in_slot
+from tests.protocol.faults import Fault, in_slot
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 

@@ -20,7 +20,7 @@ import overlap_train.ulysses.exchange  # noqa: F401
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.signals import ENGINES, Fault
+from tests.protocol.faults import ENGINES, Fault
 from tests.protocol.simulated_blas import NETWORK_SMS, SMS
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core

@@ -12,7 +12,7 @@ from tests.protocol.actors import Deadlock
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, gathers, scatters
-from tests.protocol.signals import SLOT_REUSED_EARLY, Fault
+from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_ranks import SimulatedDomain
 from tests.protocol.simulated_streams import StreamSimulation
 from tests.protocol.test_interleaving_linear import mlp

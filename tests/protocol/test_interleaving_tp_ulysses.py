@@ -18,7 +18,7 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_grid import GridRank, GridSimulation
 from tests.protocol.simulated_ranks import TILE, core
 from tests.protocol.test_interleaving_leaving import without_room

@@ -20,7 +20,7 @@ from tests.protocol.actors import Actor
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.interpreter_hooks import MemoryAccess
 from tests.protocol.operator_problems import gathers, scatters
-from tests.protocol.signals import Fault
+from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import TILE, WORDS_AT_ONCE, SimulatedDomain, Simulation
 
 PROBLEMS = {GATHER: gathers, SCATTER: scatters}
