@@ -200,7 +200,7 @@ def no_wait_for_events(of_caller: bool) -> Plant:
 
 def events_too_early() -> Any:
     """An event is recorded behind nothing."""
-    return mock.patch.object(SimulatedDriver, "record_event", lambda driver, event, stream: None)
+    return mock.patch.object(SimulatedDriver, "record_event")
 
 
 # ---- engine -------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def signal_first(push: Any, stepwise: Any) -> Any:
 
 def no_join() -> Any:
     """An operator ends before its pushes."""
-    return mock.patch.object(simulated_ranks.SimulatedEngine, "join", lambda engine: None)
+    return mock.patch.object(simulated_ranks.SimulatedEngine, "join")
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def slots_overlap(of: int) -> Plant:
 
 def nothing_is_awaited() -> Any:
     """What came over the network is passed on, and read, before it is here."""
-    return mock.patch.object(SimulatedExchange, "arrive", lambda exchange: None)
+    return mock.patch.object(SimulatedExchange, "arrive")
 
 
 def exchanges(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Plant:
