@@ -43,6 +43,12 @@ class Scheduler:
                     kernels runs out and the kernels report it by their own means
     """
 
+    # Hooks of planted faults (planted.py): changes a kernel's access, or a torch operation of a host, to a word that has a name;
+    # the kernel, or "CTA barrier", that is left out.
+    fault: Callable[..., object] | None = None
+    host_fault: Callable[..., bool] | None = None
+    left_out = ""
+
     def __init__(
         self, seed: int, *, resident: int | None = None, step_limit: int = 200_000, spin: bool = False
     ) -> None:

@@ -121,6 +121,8 @@ class InterpreterHooks:
         def launch(executor: interpreter.GridExecutor, *args: object, **kwargs: object) -> None:
             if scheduler.running_actor() is None:
                 return plain(executor, *args, **kwargs)
+            if executor.fn.__name__ == scheduler.left_out:
+                return None
             bound, grid = _bind(executor, args, kwargs)
             ids = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
             bodies = [(i, lambda: executor.fn(**_to_interpreter(executor, bound))) for i in ids]
@@ -136,7 +138,10 @@ class InterpreterHooks:
             actor = scheduler.running_actor()
             if actor is None:
                 return plain(builder, *args, **kwargs)
-            access = access_of(*args)
+            access, changed = access_of(*args), None
+            if scheduler.fault is not None and access.kind != "load":
+                args, changed = scheduler.fault(scheduler.name_of(access.address), access, args) or (args, None)
+                access = access_of(*args)
             if method == "create_atomic_rmw":
                 self._check_order(actor, access, args[0], semantic=args[4], scope=args[5])
             if method == "create_masked_load" and args[-1] and access.is_word:
@@ -149,7 +154,7 @@ class InterpreterHooks:
             actor.stored_since_barrier |= access.kind == "store" and not access.is_word  # one thread stores a word
             result = plain(builder, *args, **kwargs)
             scheduler.after_access(actor, access)
-            return result
+            return result if changed is None else changed(result)
 
         return switching
 
@@ -173,7 +178,7 @@ class InterpreterHooks:
     def _barrier(self) -> Callable[..., None]:
         def barrier(builder: object, *args: object) -> None:
             actor = self._scheduler.running_actor()
-            if actor is not None:
+            if actor is not None and self._scheduler.left_out != "CTA barrier":
                 actor.stored_since_barrier = False
 
         return barrier

@@ -21,6 +21,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.protocol.interleaving import Scheduler
 
@@ -93,12 +94,28 @@ class Simulation:
         scheduler.patch(core("ops.launch"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "_PART", WORDS_AT_ONCE)
-        for waiting in ("group.signals", "group.copy_engine"):
-            scheduler.patch(core(waiting), "poll", _poll_under(scheduler))
+        scheduler.patch(core("group.copy_engine"), "poll", _poll_under(scheduler))
+        scheduler.patch(core("group.waits"), "wait_for_word", _wait_under(scheduler))
         scheduler.patch(
             core("kernels.signal"), "clock", lambda spins, TIMED: spins
         )  # the interpreter has no device clock
+        if scheduler.host_fault is not None:
+            scheduler.during_run(_FaultyOperations(scheduler))
         scheduler.patch(torch.Tensor, "new_empty", _allocating(scheduler, self.memory))
+
+
+class _FaultyOperations(TorchDispatchMode):
+    """Leaves out the torch operations of hosts that a planted fault says."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        named = isinstance(args[0] if args else None, torch.Tensor) and self._scheduler.running_actor() is not None
+        if named and self._scheduler.host_fault(str(func), self._scheduler.name_of(args[0].data_ptr())):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class SimulatedHeap:
@@ -277,6 +294,17 @@ def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
         return True
 
     return poll
+
+
+def _wait_under(scheduler: Scheduler) -> Callable[..., bool]:
+    """`signals.wait_for_word` with the scheduler's pause."""
+    poll = _poll_under(scheduler)
+
+    def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: object) -> bool:
+        arrived = core("group.signals").has_arrived
+        return poll(lambda: arrived(word.item(), expected), timeout_s)
+
+    return wait_for_word
 
 
 class Memory:

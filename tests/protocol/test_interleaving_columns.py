@@ -10,10 +10,9 @@ import torch
 pytest.importorskip("greenlet")
 
 from overlap_train.planning.variants import Variant
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.test_interleaving_linear import Context, planned
 
@@ -73,10 +72,3 @@ def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, barrier_firs
 
 
 BARRIER = "self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)"
-
-
-@pytest.mark.parametrize("fault", [Fault("group.workspace", BARRIER, "self.use.clear()")], ids=["no barrier"])
-def test_without_a_barrier_a_slot_is_written_that_is_still_read(fault: Fault) -> None:
-    problem = columns("chunked", Simulation(3))
-    with fault.planted():
-        assert "wrong result" in str(assert_caught(problem, range(60)))

@@ -11,10 +11,9 @@ import torch
 pytest.importorskip("greenlet")
 
 from overlap_train import OverlapTimeoutError
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, tag_of
-from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 
@@ -38,12 +37,6 @@ def test_the_operator_behind_one_that_raised_waits_for_all_ranks(
 ) -> None:
     assert_passes(gathers("chunked", Simulation(3, device_waits=device_waits), before=before), range(12))
     assert_passes(gathers("direct", Simulation(2, device_waits=device_waits), before=before, complete=True), range(6))
-
-
-def test_without_doubt_it_overwrites_what_a_peer_still_reads() -> None:
-    with Fault("group.domain", "domain.workspace.use.invalidate()", "pass", reload=("group.domain",)).planted():
-        error = assert_caught(gathers("chunked", Simulation(3), before=raises_behind_its_push), range(60))
-    assert "wrong result" in str(error)
 
 
 def late_meeting(late: int = 1) -> Build:
@@ -80,12 +73,6 @@ def test_a_barrier_that_gives_up_is_named_and_poisons_what_comes_after_it() -> N
     assert_passes(late_meeting(), range(20), spin=True)
 
 
-def test_without_a_look_at_the_flag_only_missing_blocks_are_poisoned() -> None:
-    look = "missing += (tl.load(abort_ptr, volatile=True) != 0).to(tl.int32)"
-    with Fault("kernels.signal", look, "pass").planted():
-        assert "nothing shows" in str(assert_caught(late_meeting(), range(60), spin=True))
-
-
 def gives_up(aborted: bool) -> Build:
     """Rank 0 multiplies what rank 1 never sends, or, aborted, what it has sent but a wait before has given up."""
 
@@ -119,11 +106,3 @@ def gives_up(aborted: bool) -> Build:
 
 
 ARRIVED = 'acc = tl.where(arrived, acc, float("nan"))'
-ABORTED = "tl.load(abort_ptr, volatile=True) == 0"
-
-
-@pytest.mark.parametrize(("aborted", "line", "wrong"), [(False, ARRIVED, "pass"), (True, ABORTED, "True")])
-def test_a_product_of_blocks_that_were_given_up_is_nan(aborted: bool, line: str, wrong: str) -> None:
-    assert_passes(gives_up(aborted), range(5), spin=True)
-    with Fault("kernels.all_to_all_gemm", line, wrong).planted():
-        assert "looks like a result" in str(assert_caught(gives_up(aborted), range(5), spin=True))

@@ -14,11 +14,9 @@ pytest.importorskip("greenlet")
 
 import torch
 
-from tests.protocol.actors import Deadlock
-from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
+from tests.protocol.explore import Build, assert_passes, run_seed
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers, tag_of
-from tests.protocol.faults import Fault
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
@@ -82,29 +80,7 @@ def in_four_chunks(operator: str) -> Build:
     return without_room(PROBLEMS[operator]("fused", NodeSimulation(2, chunks=4), 2))
 
 
-def in_operators(old: str, new: str) -> Fault:
-    return Fault("nodes.ops", old, new, reload=("ops.table",))
-
-
-def in_kernel(operator: str, old: str, new: str) -> Fault:
-    return Fault("kernels.arrivals", old, new, reload=(KERNELS[operator],))
-
-
-WAITS = {
-    "first": in_operators("super()._multiply(replace(operands, leaves=True))", "super()._multiply(operands)"),
-    "again": in_operators("    return replace(operands, leaves=True)\n", "    return operands\n"),
-}
 WORD = "signals_ptr + signal_word(source, chunk)"
-IS_HERE = f'has_arrived(tl.atomic_add({WORD}, 0, sem="acquire", scope="sys"), expected)'
-
-
-@pytest.mark.parametrize("operator", KERNELS)
-def test_a_kernel_that_waits_for_the_network_is_found(operator: str) -> None:
-    all_are_here = in_kernel(operator, IS_HERE, "has_arrived(expected, expected)")
-    for fault in (WAITS["again"], all_are_here, *([WAITS["first"]] if operator == "gather" else [])):
-        with fault.planted():
-            error = assert_caught(in_four_chunks(operator), range(4))
-        assert isinstance(error, Deadlock) and "SMs for an exchange" in str(error), error
 
 
 FAULTS = {
@@ -112,13 +88,6 @@ FAULTS = {
     "a tile that is left is claimed": ("        looking = index < bound\n", "        looking = index <= bound\n"),
     "a chunk that is not here counts": ("        units += here.to(tl.int32)\n", "        units += 1\n"),
 }
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name: str) -> None:
-    """Others of what is counted: tests/unit/test_hopper_rows.py."""
-    with in_kernel("gather", *FAULTS[name]).planted():
-        assert_caught(in_four_chunks("gather"), range(30))
 
 
 @pytest.mark.parametrize("operator", KERNELS)
@@ -150,17 +119,6 @@ def test_each_launch_takes_what_has_come(operator: str) -> None:
         least = [4, 5, 6, 7, 8] if operator == "gather" else [1, 2, 3, 4]
         for tiles in claimed.values():
             assert all(taken >= expected for taken, expected in zip(tiles, least, strict=True)), tiles
-
-
-@pytest.mark.parametrize("operator", KERNELS)
-def test_threads_that_see_different_words_are_found(operator: str) -> None:
-    """On GPUs a kernel of several warps stood still: some took a tile, and others left."""
-    loaded = in_kernel(operator, IS_HERE, f"has_arrived(tl.load({WORD}, volatile=True), expected)")
-    peeked = in_kernel(operator, "tl.cast(guess, tl.int64)", "tl.load(counter_ptr, volatile=True)")
-    for fault in (loaded, peeked):
-        with fault.planted():
-            error = assert_caught(problem(operator, 2, 1, method="fused"), range(2))
-        assert "of which threads may see different words" in str(error)
 
 
 LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks

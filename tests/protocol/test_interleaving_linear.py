@@ -18,12 +18,10 @@ pytest.importorskip("greenlet")
 
 from overlap_train.planning.variants import PLAIN, Variant
 from overlap_train.schedule import order as kinds
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import gathers, integers
-from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
+from tests.protocol.operator_problems import integers
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
-from tests.protocol.simulated_streams import StreamSimulation
 
 MICROBATCHES = 2
 
@@ -166,44 +164,6 @@ def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
 
 
 GATHER = "ops.ag_gemm"
-RECEIVED = "self._call.receive(self._own)"
-REBUILT = ("linear", "linear")
-FAULTS = {
-    "gathered x not waited for": Fault(GATHER, RECEIVED, "self._call.keep(self._own)", reload=REBUILT),
-    "own block not copied": Fault(GATHER, RECEIVED, "self._call.wait_for_all()", reload=REBUILT),
-    "kept x not copied out of its slot": Fault(
-        "ops.ag_gemm",
-        "return self.gathered_view().clone()",
-        "return self.gathered_view()",
-        reload=REBUILT,
-    ),
-    "slot reused early": SLOT_REUSED_EARLY,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault: str) -> None:
-    gathered_input = "keep" if "kept" in fault else "regather"
-    with FAULTS[fault].planted():
-        assert "wrong result" in str(assert_caught(mlp("chunked", Simulation(2), gathered_input), range(40)))
-
-
-KEPT = "            self._domain.engine.wait_kept()\n"
-BESIDE = "            self._domain.engine.keep(self._own, self._call.blocks[self._domain.rank])\n"
-KEPT_FAULTS = {
-    "own rows read before they are copied": Fault(GATHER, KEPT, "", reload=REBUILT),
-    "own rows not copied beside the product": Fault(GATHER, BESIDE, "            pass\n", reload=REBUILT),
-    "own rows copied to a peer's place": Fault(GATHER, BESIDE, BESIDE.replace("rank]", "rank - 1]"), reload=REBUILT),
-}
-
-
-@pytest.mark.parametrize("fault", KEPT_FAULTS)
-@pytest.mark.parametrize("machine", [Simulation, StreamSimulation], ids=["processes", "streams"])
-def test_own_rows_that_are_copied_beside_a_product_are_complete(machine: type[Simulation], fault: str) -> None:
-    """Where one persistent kernel outlasts what is pushed, the own rows go into the slot behind the pushes (keep_own)."""
-    problem = mlp("fused", machine(2))
-    with KEPT_FAULTS[fault].planted():
-        assert "wrong result" in str(assert_caught(problem, range(40)))
 
 
 @pytest.mark.parametrize("variant", [Variant(split_reduction=True), Variant()], ids=["ends before", "outlasts"])
@@ -213,18 +173,3 @@ def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: V
     with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):
         assert_passes(mlp("fused", Simulation(2), variant=variant), range(1))
     assert set(kept) == {(kinds.GATHER, True), (kinds.SCATTER, not variant.split_reduction)}
-
-
-CHUNK_FAULTS = [
-    (Fault("group.waits", "range(call.chunks)", "range(1)"), False),
-    (Fault("kernels.signal", "tl.static_range(CHUNKS)", "tl.static_range(1)"), True),
-]
-
-
-@pytest.mark.parametrize(("fault", "device_waits"), CHUNK_FAULTS, ids=["host", "device"])
-def test_waiting_for_the_first_chunk_only_is_caught(fault: Fault, device_waits: bool) -> None:
-    """Where the gather has no product of its own, nothing but the wait for all of it orders what comes behind the pushes."""
-    problem = gathers("fused", Simulation(2, device_waits=device_waits), complete=True)
-    assert_passes(problem, range(3))
-    with fault.planted():
-        assert "wrong result" in str(assert_caught(problem, range(20)))

@@ -5,9 +5,7 @@ Stores of words are torn on purpose: some of a part arrive before the others (in
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,19 +14,15 @@ import torch
 pytest.importorskip("greenlet")
 
 from overlap_train import OverlapMismatchError
-from tests.protocol.actors import Deadlock, StepLimit
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
-from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.test_interleaving_linear import mlp
 from tests.protocol.test_interleaving_shared_slot import gather_and_barrier
 
 METHOD, WORDS, KERNEL, CALLS = "low_latency", "kernels.flagged_words", "kernels.low_latency", "ops.low_latency"
 EPOCH = 1 << 32
-SOMEHOW = "wrong result|deadlock|Mismatch"
-LAST_PART_MISSING = ("while part < parts:", "while part < parts - 1:")
 by_words: dict[str, Callable[..., Build]] = {"gather": partial(gathers, METHOD), "scatter": partial(scatters, METHOD)}
 operators = pytest.mark.parametrize("operator", by_words)
 
@@ -175,100 +169,7 @@ def test_another_call_of_a_peer_is_named_on_both_ranks() -> None:
     assert_passes(mismatched("fc2"), range(3), spin=True)
 
 
-def test_late_words_of_a_peer_that_has_come_are_a_time_out() -> None:
-    """The signal says that it is in this call, and the data do not come."""
-    with in_kernel(*LAST_PART_MISSING).planted():
-        error = assert_caught(gathers(METHOD, Simulation(2, timeout_s=0.003), calls=1), range(1), spin=True)
-    assert re.search("OverlapTimeoutError: gather: rank . waited .* of rank .: expected epoch 1, seen 0", str(error))
-
-
 def test_what_stands_for_missing_words_is_nan_in_every_dtype() -> None:
     """That it is stored: test_interleaving_shared_slot.py."""
     missing = torch.tensor([-1], dtype=torch.int32)
     assert all(missing.view(dtype).isnan().all() for dtype in (torch.float32, torch.float16, torch.bfloat16))
-
-
-def in_words(old: str, new: str, report: str = "wrong result") -> Fault:
-    return Fault(WORDS, old, new, report, (KERNEL,))
-
-
-def in_kernel(old: str, new: str, report: str = "wrong result") -> Fault:
-    return Fault(KERNEL, old, new, report)
-
-
-STORES_EPOCH = "tl.store(epoch_ptr, word)"
-EPOCH_STORED = STORES_EPOCH + '\n\n\n@triton.jit(do_not_specialize=["tag", "count"])\ndef next_epoch'
-NOT_STORED = EPOCH_STORED.replace(STORES_EPOCH, "pass")
-TELLS = 'tl.atomic_xchg(signal_ptr, expected, sem="release", scope="sys")'
-FAULTS = {
-    "words are not waited for": in_words("while state == WAITING:", "while state > ABORTED:", "OverlapM|wrong"),
-    "one word that is there is enough": in_words("state = tl.max(", "state = tl.min("),
-    "flags are not looked at": in_words("EPOCH_SHIFT) == flag)", "EPOCH_SHIFT) != 1)"),
-    "all calls have one flag": in_words("return tl.where(flag == 0, INSTEAD_OF_ZERO, flag)", "return flag * 0 + ONE_EPOCH"),
-    "slot reused one operator early": replace(SLOT_REUSED_EARLY, report=SOMEHOW),
-    "epoch not counted": Fault("kernels.signal", EPOCH_STORED, NOT_STORED, SOMEHOW, (WORDS, KERNEL)),
-    "nobody tells which call it is": in_kernel(TELLS, "pass", "deadlock"),
-    "told at GPU scope": in_kernel(TELLS, TELLS.replace('"sys"', '"gpu"'), "released"),
-    "words lie in another block": in_kernel("tl.cast(rank, tl.int64) * block_words", "0 * block_words", "deadlock"),
-    "words are sent to the next rank only": in_kernel("words_at_ptr + peer)", "words_at_ptr + (rank + 1) % 3)", "deadlock"),
-}  # fmt: skip
-OF_GATHER = {
-    "waits before it sends": in_kernel("while part < parts:", "while part < parts * (tl.program_id(0) > 0):", "deadlock"),
-    "own rows are not stored": in_kernel("gathered_ptr + tl.cast(rank,", "gathered_ptr + tl.cast((rank + 1) % WORLD,"),
-    "a part is not waited for": in_kernel("parts * (WORLD - 1), tl.num", "parts * (WORLD - 1) - 1, tl.num"),
-    "the last part is not sent": in_kernel("while part < parts:", "while part < parts - 1:", "deadlock"),
-}  # fmt: skip
-OF_SCATTER = {
-    "the last part is not sent": in_kernel("< parts * (WORLD - 1):", "< parts * (WORLD - 1) - 1:", "deadlock"),
-    "rows of somebody else are sent": in_kernel("partial_ptr + tl.cast(target,", "partial_ptr + tl.cast(rank,"),
-    "a rank is left out of the sum": in_kernel("for source in range(WORLD):", "for source in range(WORLD - 1):", SOMEHOW),
-    "the last part is not added": in_kernel("tl.program_id(0), parts, tl.", "tl.program_id(0), parts - 1, tl."),
-}  # fmt: skip
-ALL_FAULTS = [("gather", name, fault) for name, fault in (FAULTS | OF_GATHER).items()]
-ALL_FAULTS += [("scatter", name, fault) for name, fault in OF_SCATTER.items()]  # both kernels share the rest
-
-
-@pytest.mark.parametrize(
-    ("operator", "name", "fault"), ALL_FAULTS, ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_fault_is_caught(operator: str, name: str, fault: Fault) -> None:
-    with fault.planted():
-        error = assert_caught(by_words[operator](Simulation(3 if "next rank" in name else 2)), range(30))
-    assert re.search(fault.report, str(error)), error
-
-
-STATIC = {
-    "gather": (
-        ("    part = claim(sent_ptr).to(tl.int32)\n    while", "    part = tl.program_id(0)\n    while"),
-        ("        part = claim(sent_ptr).to(tl.int32)\n", "        part += tl.num_programs(0)\n"),
-    ),
-    "scatter": (
-        ("    index = claim(sent_ptr).to(tl.int32)\n    while", "    index = tl.program_id(0)\n    while"),
-        ("        index = claim(sent_ptr).to(tl.int32)\n", "        index += tl.num_programs(0)\n"),
-    ),
-}
-
-
-@operators
-def test_parts_that_are_not_claimed_deadlock_ranks_with_fewer_resident_ctas_than_the_grid(operator: str) -> None:
-    first, second = (in_kernel(*change) for change in STATIC[operator])
-    with first.planted(), second.planted():
-        assert_passes(by_words[operator](Simulation(2, ctas=2)), range(2))
-        error = assert_caught(by_words[operator](Simulation(2, ctas=2)), range(5), resident=1)
-    assert isinstance(error, Deadlock)
-
-
-def test_a_flag_of_zero_is_what_memory_starts_with() -> None:
-    zero = in_words("return tl.where(flag == 0, INSTEAD_OF_ZERO, flag)", "return flag")
-    with zero.planted():
-        assert "wrong result" in str(assert_caught(from_epoch("gather", -1), range(20)))
-
-
-def test_a_wait_without_a_bound_is_caught() -> None:
-    endless = in_words("tl.where(elapsed > limit, LATE, WAITING)", "WAITING")
-    half = in_kernel(*LAST_PART_MISSING)
-    with half.planted(), endless.planted():
-        error = assert_caught(
-            gathers(METHOD, Simulation(2, timeout_s=0.003), calls=1), range(1), spin=True, step_limit=5000
-        )
-    assert isinstance(error, StepLimit)

@@ -20,23 +20,14 @@ from tests.protocol.actors import Deadlock
 from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, integers, tag_of, to_rows
-from tests.protocol.faults import SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
-    ARRIVE,
-    CROSSINGS,
-    EXCHANGES,
     METHODS,
-    OWN,
-    PASSED,
     assert_crosses_before_dx,
-    assert_fault_is_caught,
     has_taken_a_tile,
     in_networks,
     in_streams,
-    in_workspace,
-    problem,
     until_the_second_exchange,
 )
 from tests.protocol.test_interleaving_nodes import backward as column_backward
@@ -147,40 +138,6 @@ def test_parts_of_a_long_sequence_pass(method: str, backward: bool, one_queue: b
         assert_passes(passes(method, machine, backward), range(3))
 
 
-FAULTS = {
-    "what landed is not passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "to_heads 4 2"),
-    "the word of what landed goes before it": (
-        in_streams(f"{PASSED}\n            {TOLD}\n", f"{TOLD}\n            {PASSED}\n"), "to_rows 4 2",
-    ),
-    "what is to land is passed on before it is here": (
-        in_networks(ARRIVE, f"{OWN}    {ARRIVE}", "wrong|deadlock|Mismatch"), "to_heads 4 2",
-    ),
-    "a place is used again before what landed there is passed on": (
-        in_networks("            self._order(self._arriving.cuda_stream, self._sending.cuda_stream)\n", ""), "to_rows 6 3",
-    ),
-    "all that lands is in one place": (
-        Fault(CROSSINGS, "cycle(chunk.new_empty(places, *chunk.shape))", "cycle(chunk.new_empty(places, *chunk.shape)[:1])"),
-        "to_heads 6 3",
-    ),
-    "a block leaves before its product": (
-        Fault(CROSSINGS, "engine.send_after(marks.popleft())", "marks.popleft()", "wrong|deadlock|Mismatch"), "to_heads 2 1",
-    ),
-    "rows leave before the caller has written them": (
-        Fault(CROSSINGS, "self._engine.send_after_this()\n        self._take", "self._take", "wrong|deadlock|Mismatch"),
-        "to_rows 2 1",
-    ),
-    "a far block is multiplied before it is here": (
-        Fault(EXCHANGES, "                call.wait_chunk(block, chunk)\n", "                pass\n"), "to_rows 4 2",
-    ),
-    "exchanges reuse a slot early": (in_workspace(SLOT_REUSED_EARLY), "to_rows 4 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name: str) -> None:
-    assert_fault_is_caught(*FAULTS[name])
-
-
 def test_a_part_is_finished_before_the_next_one_waits_for_a_slot() -> None:
     """With one hardware queue that wait would hold up what it waits for."""
     unfinished = in_streams("        self.finish_started()\n        for mark", "        for mark")
@@ -225,16 +182,6 @@ def test_a_part_ends_when_it_has_crossed_though_nobody_reads_it() -> None:
     )
     with unmarked.planted():
         assert "wrong result" in str(assert_caught(build, range(30)))
-
-
-def test_blocks_that_are_passed_on_after_the_wait_for_all_stop_one_hardware_queue() -> None:
-    """Rule 4: each rank waits for what its neighbour would only enqueue later."""
-    late = Fault(EXCHANGES, "    def received(self) -> torch.Tensor:\n        self._crossings.finish()\n",
-                 "    def received(self) -> torch.Tensor:\n")  # fmt: skip
-    with late.planted():
-        assert_passes(problem("to_heads", 4, 2), range(2))
-        error = assert_caught(problem("to_heads", 4, 2, one_queue=True), range(2))
-    assert isinstance(error, Deadlock)
 
 
 def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +14,9 @@ pytest.importorskip("greenlet")
 
 import torch
 
-from tests.protocol.actors import Deadlock
-from tests.protocol.explore import Build, assert_caught, assert_passes, run_seed
+from tests.protocol.explore import Build, assert_passes, run_seed
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import Before, gathers, integers, scatters, tag_of, to_heads, to_rows
-from tests.protocol.faults import ENGINES, SLOT_REUSED_EARLY, Fault
 from tests.protocol.simulated_gpu import Operation, SimulatedGpu
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
@@ -168,19 +164,6 @@ def until_the_second_exchange(machine: NodeSimulation) -> Before:
     return enqueue
 
 
-def assert_crosses_before_dx(build: Build) -> None:
-    """Of a backward with a long product before that of dx: what is sent again goes on meanwhile, and dx follows it."""
-    assert_passes(build, range(4))
-    with Fault(CROSSINGS, "engine.go_ahead(done, topology.world * plan.chunks)", "pass").planted():
-        assert isinstance(assert_caught(build, range(4)), Deadlock)
-
-
-def test_what_is_gathered_again_crosses_before_dx() -> None:
-    """All of it. The exchange that starts at once brings one of two nodes."""
-    machine = NodeSimulation(3)
-    assert_crosses_before_dx(backward(machine, calls=1, first=until_the_second_exchange(machine)))
-
-
 def in_one_pass(machine: NodeSimulation, run: Callable[[SimulatedDomain], object]) -> Build:
     """What each rank does once."""
 
@@ -251,7 +234,7 @@ def test_a_weight_gradient_stands_between_exchanges_of_dx(
 
     end: `finish` begins, before which the weight gradient comes.
     """
-    scatter = core("nodes.ops").InterNodeGemmReduceScatter
+    scatter = core("nodes.ops").NodeStreamScatter
     finish = scatter.finish
 
     def noted_finish(one: Any) -> Any:
@@ -319,126 +302,15 @@ def test_operators_of_all_kinds_follow_each_other(method: str, one_queue: bool) 
         assert_passes(in_turns(machine, order), range(3))
 
 
-def test_a_slot_that_operators_of_several_kinds_reuse_early_is_found() -> None:
-    with in_workspace(SLOT_REUSED_EARLY).planted():
-        assert_caught(in_turns(NodeSimulation(4, node_ranks=2), "rghrsrhg"), range(30))
-
-
 PROCESSES, STREAMS, EXCHANGES = (f"operators.node_{name}" for name in ("processes", "streams", "exchanges"))
 CROSSINGS = "nodes.crossings"
-ARRIVE = "            exchange.arrive()\n"
 OWN = "            if landing is None:\n"
 SIGNAL = f"{OWN}                self._tell(call, received)\n"
-PASSED = "self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))"
-FORKED = "        self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))\n"
 WAITED = "self._call.wait_chunk(ranks.start, chunk, len(ranks))"
-LEFT = "self._order(stream.cuda_stream, current)"
-
-
-def in_streams(old: str, new: str, report: str = "wrong result") -> Fault:
-    """A fault of the engine, whose class the operators know."""
-    return Fault("nodes.streams", old, new, report, ("nodes.streams", *ENGINES))
-
-
-def in_networks(old: str, new: str, report: str = "wrong result") -> Fault:
-    """A fault of how something crosses the network."""
-    return Fault("nodes.streams", old, new, report)
-
-
-def in_workspace(fault: Fault) -> Fault:
-    """A fault of what the workspace of several nodes is made of."""
-    return replace(fault, reload=(*fault.reload, "nodes.connect"))
 
 
 _SEND = "self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))\n"
 SENT = f"            if make is not None:\n                make()\n            return {_SEND}"
-SENT_FIRST = (
-    f"            sent = {_SEND}            if make is not None:\n                make()\n            return sent\n"
-)
-
-FAULTS = {
-    "a signal before its data": (in_networks(ARRIVE + SIGNAL, SIGNAL + ARRIVE + OWN, "wrong|deadlock"), "gather 2 1"),
-    "no signal of what has crossed": (
-        in_networks(SIGNAL, OWN, "deadlock"), "scatter 2 1",
-    ),
-    "sent before the caller has written it": (
-        in_streams(FORKED, "", "wrong|deadlock|Mismatch"),
-        "scatter 2 1",
-    ),
-    "a shard is sent before the caller has written it": (
-        Fault(CROSSINGS, "self._engine.send_after_this()\n        self._take", "self._take", "wrong|deadlock|Mismatch"),
-        "gather 2 1",
-    ),
-    "nothing is passed on": (in_streams(f"            {PASSED}\n", "            break\n", "deadlock"), "gather 4 2"),
-    "passed on without the data": (in_streams(PASSED, "pass"), "gather 4 2"),
-    "partial sums are added before they are here": (
-        Fault(STREAMS, f"                {WAITED}\n", "                pass\n"), "scatter 4 2",
-    ),
-    "a sum waits for the one that its twin sends in exchange": (
-        Fault(STREAMS, "(range(node.start, twin), range(twin + 1, node.stop))", "(node,)", "deadlock"), "scatter 6 3",
-    ),
-    "a sum waits for one of the ranks beside it": (Fault(STREAMS, WAITED, WAITED.replace("len(ranks)", "1")), "scatter 6 3"),
-    "the own node's partials are not waited for": (
-        Fault(STREAMS, "            call.wait(node.start, len(node))\n", "            pass\n"), "scatter 4 2",
-    ),
-    "a node's sum is sent before it is made": (in_networks(SENT, SENT_FIRST), "scatter 4 2"),
-    "a chunk is multiplied before it is here": (
-        in_workspace(Fault("nodes.slots", "            self.wait_chunk(block, chunk)\n", "            pass\n")),
-        "gather 2 1",
-    ),
-    "the first chunk is waited for instead": (
-        in_workspace(Fault("group.waits", "first_chunk=chunk or 0", "first_chunk=0")), "gather 2 1",
-    ),
-    "sums of other nodes are not waited for": (
-        Fault(STREAMS, "            call.wait(block)\n", "            pass\n"), "scatter 2 1",
-    ),
-    "slot reused early": (in_workspace(SLOT_REUSED_EARLY), "gather 4 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name: str) -> None:
-    assert_fault_is_caught(*FAULTS[name])
-
-
-def assert_fault_is_caught(fault: Fault, where: str) -> None:
-    """where: operator, ranks, and ranks of a node."""
-    operator, world, node_ranks = where.split()
-    with fault.planted():
-        error = assert_caught(problem(operator, int(world), int(node_ranks)), range(30))
-    assert re.search(fault.report, str(error)), error
-
-
-def test_what_nobody_waits_for_is_passed_on_before_the_operator_ends() -> None:
-    """A rank that only sends its shard owes its node what its twin sends. Then its caller writes over the shard."""
-    machine = NodeSimulation(4, node_ranks=2)
-
-    def build(scheduler: Scheduler) -> Any:
-        x, seen = integers(4, TILE, TILE, seed=1), torch.full((4, TILE, TILE), torch.nan)
-
-        def host(domain: SimulatedDomain) -> None:
-            own = x[domain.rank].clone()
-            plan = domain.plan("chunked", own, own)
-            with domain.operator(tag_of("call"), slots=1):
-                gather = core("ops.table").start_gather(domain, plan.fprop, tag_of("x"), own)
-                if domain.rank % 2:
-                    seen[domain.rank] = gather.gathered_view().view(4, TILE, TILE).sum(0)
-            own.fill_(torch.nan)
-
-        machine.spawn_hosts(scheduler, host)
-
-        def check() -> None:
-            assert (seen[1::2] == x.sum(0)).all()
-
-        return check
-
-    assert_passes(build, range(4))
-    with in_streams(
-        "            self.finish_started()\n            if self._held:\n", "            if self._held:\n"
-    ).planted():
-        assert isinstance(assert_caught(build, range(4)), Deadlock)
-    with in_streams(LEFT, "pass").planted():
-        assert "wrong result" in str(assert_caught(build, range(30)))
 
 
 def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
@@ -482,16 +354,6 @@ def started(
 
 
 @pytest.mark.parametrize("operator", ["gather", "to_rows"])
-def test_the_network_does_not_wait_for_products(operator: str) -> None:
-    """The second exchange begins while the product before it runs."""
-    build = beside_a_long_product(NodeSimulation(2), operator)
-    assert_passes(build, range(4))
-    sent = "        return self._source(crossing), None"
-    with Fault(CROSSINGS, sent, f"        self._engine.send_after_this()\n{sent}").planted():
-        assert isinstance(assert_caught(build, range(4)), Deadlock)
-
-
-@pytest.mark.parametrize("operator", ["gather", "to_rows"])
 def test_a_kernel_runs_beside_its_exchanges(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one hardware queue: the second exchange takes so long that it ends only once the kernel has taken a tile."""
     machine, slots, run = NodeSimulation(2, one_queue=True), {}, SimulatedNccl._run
@@ -527,33 +389,6 @@ def has_taken_a_tile(slots: Any) -> bool:
     return any(int(slot.counters.claimed) > 0 for slot in slots)
 
 
-def test_a_sum_before_what_the_node_is_owed_stops_one_hardware_queue() -> None:
-    """Rule 4: each rank's sum waits for what its neighbour computes after its own sum. With a queue for each stream nobody would
-    notice."""
-    first = Fault(
-        "schedule.inter_node",
-        "    return tuple(_in_turns(leaves, stays, between))\n",
-        "    alone = _in_turns([units[-1:] for units in leaves], stays, between)\n"
-        "    others = [(NEAR, units[:-1]) for units in leaves]\n"
-        "    return (*alone, *others)\n",
-        reload=ENGINES[ENGINES.index("nodes.crossings") :],
-    )
-    with first.planted():
-        assert_passes(problem("scatter", 4, 2), range(2))
-        error = assert_caught(problem("scatter", 4, 2, one_queue=True), range(2))
-    assert isinstance(error, Deadlock)
-
-
-def test_twins_that_start_their_exchanges_in_different_order_are_found() -> None:
-    """The model itself: what NCCL would hang in, or mix up."""
-    turned = Fault("schedule.inter_node", "    mine, found = legs(kind, topology, chunks, tiled), []\n",
-                   "    mine, found = legs(kind, topology, chunks, tiled), []\n"
-                   "    if topology.rank == 0:\n        mine = Legs(mine.all[::-1])\n")  # fmt: skip
-    with turned.planted():
-        for operator, world, node_ranks in (("gather", 3, 1), ("to_heads", 4, 2), ("to_rows", 6, 3)):
-            assert_caught(problem(operator, world, node_ranks), range(4))
-
-
 def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products spare them, and those of NCCL. Sums of a node have 16 tiles here. The last one, beside which nothing runs, has a
     program for each of its tiles."""
@@ -571,7 +406,7 @@ def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatc
         return nullcontext()
 
     monkeypatch.setattr(streams, "Launch", recorded)
-    monkeypatch.setattr(core("nodes.streams").StreamEngine, "products", products)
+    monkeypatch.setattr(core("nodes.streams").NodeStreamEngine, "products", products)
     machine = NodeSimulation(4, node_ranks=2, send_sms=2, reduce_sms=3)
     assert_passes(PROBLEMS["scatter"]("chunked", machine, 1), range(2))
     assert spared == {2 + 3} and set(grids) == {(1, 3), (2, 32)}

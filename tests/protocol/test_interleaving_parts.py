@@ -6,7 +6,6 @@ done, as a caching allocator would give it to the next one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.faults import Fault, in_slot
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 
@@ -97,43 +95,6 @@ def test_parts_pass(method: str, ranks: int, seeds: int, backward: bool) -> None
 def test_parts_pass_on_streams(one_queue: bool) -> None:
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue)), range(8))
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue), backward=True), range(3))
-
-
-IN_WORKSPACE = ("group.workspace",)
-FAULTS = {
-    "reused before the reader is done": Fault(
-        "group.workspace",
-        "self._sent_after = self._operator - 1",
-        "self._sent_after = self._operator",
-        reload=IN_WORKSPACE,
-    ),
-    "sent before it is known that a slot is free": Fault("group.workspace", "self._last.wait_for_start()", "pass"),
-    "a first chunk is waited for at one peer": in_slot(
-        "wait_chunk(self, 0, 0, self.world_size)", "wait_chunk(self, 0, 0, 2)"
-    ),
-}
-ON_STREAMS = {
-    "sources are reused before they are sent": Fault(
-        "group.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"
-    ),
-    "the mark comes too early": Fault(
-        "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault: str) -> None:
-    with FAULTS[fault].planted():
-        error = assert_caught(passes("chunked", Simulation(3, device_waits=True)), range(60))
-    assert re.search(FAULTS[fault].report, str(error)), error
-
-
-@pytest.mark.parametrize("fault", ON_STREAMS)
-def test_fault_of_streams_is_caught(fault: str) -> None:
-    with ON_STREAMS[fault].planted():
-        error = assert_caught(passes("chunked", StreamSimulation(2)), range(60))
-    assert re.search(ON_STREAMS[fault].report, str(error)), error
 
 
 def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -4,7 +4,6 @@ from."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,10 +14,9 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.faults import Fault
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.simulated_streams import StreamSimulation
 
@@ -164,61 +162,3 @@ def test_which_parts_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     order = _order("chunked", monkeypatch)
     assert order == ["pulled", *["pulled", "end"] * (PARTS - 2), "pushed", "end", "end"]
-
-
-IN_SLOTS, ABOVE = ("group.workspace",), ("ulysses.ahead", "ulysses.parts", "ulysses.exchange")
-MEET = "        self._call.barrier()\n        self._domain.workspace.use.receive()\n"
-PULL = "        self._domain.engine.pull(self._call.incoming, [self._into[peer] for peer in self._call.peers])\n"
-
-
-def _of_engine(old: str, new: str, report: str = "wrong result") -> Fault:
-    return Fault("ops.gemm_a2a", old, new, report, ABOVE)
-
-
-FAULTS = {
-    "pulled before the peers have come": _of_engine(f"{MEET}{PULL}", f"{PULL}{MEET}"),
-    "the peers do not hear of it": _of_engine("        self._call.barrier()\n", ""),
-    "put into another rank's place": _of_engine("[self._into[peer] for peer", "[self._into[peer - 1] for peer"),
-    "pulled out of the own slot": Fault(
-        "group.slots", "self.remote_block(peer) for peer", "self.blocks[peer] for peer", reload=IN_SLOTS
-    ),
-    "left before the slot is free": Fault(
-        "group.workspace",
-        "self._sent_after = self._operator - 1",
-        "self._sent_after = self._operator",
-        reload=IN_SLOTS,
-    ),
-}
-FUSED = {"tiles of the call before are taken for claimed": _of_engine("        self._call.reset_counters()\n", "", ".")}
-ON_STREAMS = {
-    "pulled before the caller's stream has come": Fault(
-        "group.copy_engine",
-        "        self._fork()\n        self._held += targets\n",
-        "        self._held += targets\n",
-    ),
-    "the operator does not wait for what is pulled": Fault("group.copy_engine", "        self._held += targets\n", ""),
-    "the mark comes too early": Fault(
-        "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault: str) -> None:
-    with FAULTS[fault].planted():
-        error = assert_caught(to_heads("chunked", Simulation(3, device_waits=True)), range(60))
-    assert re.search(FAULTS[fault].report, str(error)), error
-
-
-@pytest.mark.parametrize("fault", FUSED)
-def test_fault_of_the_kernel_is_caught(fault: str) -> None:
-    with FUSED[fault].planted():
-        error = assert_caught(to_heads("fused", Simulation(2, device_waits=True)), range(6))
-    assert re.search(FUSED[fault].report, str(error)), error
-
-
-@pytest.mark.parametrize("fault", ON_STREAMS)
-def test_fault_of_streams_is_caught(fault: str) -> None:
-    with ON_STREAMS[fault].planted():
-        error = assert_caught(to_heads("chunked", StreamSimulation(2)), range(60))
-    assert re.search(ON_STREAMS[fault].report, str(error)), error

@@ -17,7 +17,6 @@ from tests.protocol import toy_kernels
 from tests.protocol.actors import Deadlock, StepLimit
 from tests.protocol.explore import Build, assert_caught, assert_passes, failure_of, run_seed
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.mutation import module_of, mutant, planted
 
 CALLS, SIZE, TILES = 4, 8, 2
 NO_SPIN_LIMIT = 1 << 30
@@ -92,57 +91,10 @@ def test_right_exchange_passes(resident: int | None) -> None:
 STORE = "    tl.store(slots_ptr + ((peer * SLOTS + slot) * WORLD + rank) * SIZE + i, tl.load(x_ptr + i))\n"
 BARRIER = "    tl.debug_barrier()\n"
 SIGNAL = '    tl.atomic_add(flags_ptr + peer * WORLD + rank, 1, sem="release", scope="sys")\n'
-TEXT_FAULTS = {
-    "flag before data": (STORE + BARRIER + SIGNAL, BARRIER + SIGNAL + STORE, "wrong result"),
-    "dropped signal": (SIGNAL, "    if rank != 0:\n    " + SIGNAL, "deadlock, blocked: .*flags"),
-    "wrong chunk order": (
-        "wait(flags_ptr + rank * WORLD + source",
-        "wait(flags_ptr + rank * WORLD + turn",
-        "wrong result",
-    ),
-    "stale epoch": ("source, epoch, fault_ptr", "source, epoch - 1, fault_ptr", "wrong result"),
-    "no wait": ("        wait(flags_ptr + rank * WORLD + source, epoch, fault_ptr, spin_limit)\n", "", "wrong result"),
-    "signal without barrier": (STORE + BARRIER + SIGNAL, STORE + SIGNAL, "without a CTA barrier"),
-    "relaxed wait": (
-        '    while (seen < epoch) & (spins < spin_limit):\n        seen = tl.atomic_add(flag_ptr, 0, sem="acquire"',
-        '    while (seen < epoch) & (spins < spin_limit):\n        seen = tl.atomic_add(flag_ptr, 0, sem="relaxed"',
-        "a wait acquires at system scope",
-    ),
-    "signal at GPU scope": (SIGNAL, SIGNAL.replace('"sys"', '"gpu"'), "a signal is released at system scope"),
-    "relaxed signal": (SIGNAL, SIGNAL.replace("release", "relaxed"), "a signal is released at system scope"),
-}
-
-
-CLAIM_NEXT = "slot) * TILES + tile) * SIZE + i) + 1)\n        turn = tl.atomic_add(claim_ptr, 1) - first"
-
-
-@pytest.mark.parametrize("fault", TEXT_FAULTS)
-def test_planted_fault_is_found(fault: str) -> None:
-    old, new, report = TEXT_FAULTS[fault]
-    error = assert_caught(gather(mutant(toy_kernels, old, new)), range(30))
-    assert re.search(report, str(error)), error
 
 
 def test_slot_reused_one_epoch_early_is_found() -> None:
     assert "wrong result" in str(assert_caught(gather(slots=1), range(60)))
-
-
-def test_static_tile_map_deadlocks_when_not_all_ctas_are_resident() -> None:
-    claim = "turn = tl.atomic_add(claim_ptr, 1) - first  # first turn"
-    fixed = mutant(toy_kernels, claim, "turn = tl.program_id(0)")
-    fixed = mutant(
-        fixed, CLAIM_NEXT, CLAIM_NEXT.replace("tl.atomic_add(claim_ptr, 1) - first", "turn + tl.num_programs(0)")
-    )
-    assert_passes(exchange(fixed), range(10))
-    error = assert_caught(exchange(fixed), range(30), resident=1)
-    assert isinstance(error, Deadlock) and "exchange@0" in str(error) and "exchange@1" in str(error)
-
-
-def test_spin_limit_reaches_the_kernels_fault_word() -> None:
-    """With `spin`, a lost signal ends in the kernel's own time-out instead of a deadlock."""
-    deaf = mutant(toy_kernels, SIGNAL, "")
-    error = assert_caught(gather(deaf, spin_limit=50), range(3), spin=True)
-    assert "fault words [1, 1]" in str(error)
 
 
 def test_equal_seeds_give_equal_schedules() -> None:
@@ -234,18 +186,3 @@ def test_step_limit_ends_a_schedule_that_never_ends() -> None:
         return lambda: None
 
     assert isinstance(failure_of(build, 0, step_limit=100), StepLimit)
-
-
-@pytest.mark.parametrize("old", ["no such text", "tl.debug_barrier()"])
-def test_mutation_refuses_text_that_does_not_occur_once(old: str) -> None:
-    with pytest.raises(ValueError, match=r"occurs [02] times"):
-        mutant(toy_kernels, old, "")
-
-
-def test_planted_fault_reaches_importers_and_is_taken_out_again() -> None:
-    name, importer = "tests.protocol.policies", "tests.protocol.interleaving"
-    with planted(name, "return kind(random.Random(seed))", "return None", reload=[importer]):
-        assert module_of(name).policy_of_seed(0) is None
-        assert module_of(importer).policy_of_seed(0) is None
-    assert module_of(name).policy_of_seed(0) is not None
-    assert module_of(importer).Scheduler is Scheduler

@@ -17,15 +17,14 @@ pytest.importorskip("greenlet")
 
 import overlap_train.linear  # before a fault is planted in what it imports
 import overlap_train.ulysses.exchange  # noqa: F401
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.faults import ENGINES, Fault
 from tests.protocol.simulated_blas import NETWORK_SMS, SMS
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_linear import mlp
-from tests.protocol.test_interleaving_nodes import EXCHANGES, PROBLEMS, STREAMS
+from tests.protocol.test_interleaving_nodes import PROBLEMS
 from tests.protocol.test_interleaving_parts import passes
 
 PARTS = 3
@@ -108,71 +107,7 @@ def test_products_leave_the_network_its_sms(name: str, world: int) -> None:
     assert any(beside), "no product ran beside an exchange, so nothing was shown"
 
 
-def _fault(module: str, old: str, new: str, *reload: str) -> Fault:
-    return Fault(module, old, new, "products", reload)
-
-
-BLAS, ENGINE, START, COLUMN, ULYSSES = (
-    "gpu.driver", "nodes.streams", "ops.table", "linear", "ulysses.exchange"
-)  # fmt: skip
-BRACKET, BY_ROWS, PRODUCTS = (
-    "        with self._engine.products(self._plan.send_sms):\n",
-    "            if self._plan.by_rows:\n                self._multiply_rows(b_kn, y)\n            else:\n",
-    "y.copy_(self._sum_of_blocks())\n",
-)
 SET, BACK = "        self._count_on(handle, count)\n", "self._count_on(handle, before.value)"
-FAULTS = {
-    "never spared": (_fault(BLAS, SET, ""), "gather"),
-    "all others are spared": (_fault(BLAS, "self._count - sms", "sms"), "gather"),
-    "spared for ever": (_fault(BLAS, BACK, "pass"), "scatter"),
-    "spared when the products are enqueued": (
-        _fault(BLAS, f"{SET}        try:\n            yield\n", f"        try:\n            yield\n    {SET}"), "gather",
-    ),
-    "the engine spares none": (
-        _fault(ENGINE, "else self._blas.sparing(spared_sms)", "else nullcontext()", "nodes.streams", *ENGINES),
-        "to_rows",
-    ),
-    "a gather spares none": (
-        _fault(STREAMS, "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"), "gather",
-    ),
-    "a scatter spares none": (
-        _fault(STREAMS, "with engine.products(plan.spared_sms)", "with engine.products(0)"), "scatter",
-    ),
-    "what goes to heads spares none": (
-        _fault(EXCHANGES, "with engine.products(self._plan.spared_sms)", "with engine.products(0)"), "to_heads",
-    ),
-    "what goes to rows spares none": (
-        _fault(EXCHANGES, "self._engine.products(self._plan.send_sms)", "self._engine.products(0)"), "to_rows",
-    ),
-    "products to rows come too early": (
-        _fault(EXCHANGES, f"{BRACKET}{BY_ROWS}                {PRODUCTS}", f"        {PRODUCTS}{BRACKET}            pass\n"),
-        "to_rows",
-    ),
-    "no weight gradient spares any": (
-        _fault(START, "return domain.engine.products(started.spared_sms)", "return _NONE_SPARED", COLUMN, "linear"),
-        "column and row",
-    ),
-    "a column linear's weight gradient spares none": (
-        _fault(COLUMN, "products_beside(domain, None if scatter is None else plan.dgrad)", "products_beside(domain, None)",
-               "linear"), "column and row",
-    ),
-    "that of the part before one that is sent ahead": (
-        _fault(ULYSSES, "ahead = None if part is self.parts[-1] else part.exchange.plan.dgrad", "ahead = None"),
-        "backward of heads",
-    ),
-    "that beside dx": (
-        _fault(ULYSSES, "None if dx is None else part.exchange.plan.dgrad", "None"), "backward of rows",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name: str) -> None:
-    fault, operator = FAULTS[name]
-    with fault.planted():
-        machine = NodeSimulation(4, node_ranks=2)
-        error = assert_caught(sparing(machine, OPERATORS[operator](machine)), range(12))
-    assert fault.report in str(error), error
 
 
 WEIGHT_GRADIENTS: dict[str, tuple[Callable[[NodeSimulation], Build], list[int]]] = {

@@ -6,7 +6,6 @@ What is sent is overwritten two exchanges later, as a caching allocator would gi
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.faults import Fault
 from tests.protocol.simulated_grid import GridRank, GridSimulation
 from tests.protocol.simulated_ranks import TILE, core
 from tests.protocol.test_interleaving_leaving import without_room
@@ -221,22 +219,3 @@ def test_kernels_that_take_the_sms_of_the_network(which: str, one_queue: bool) -
     """Across nodes an exchange may find SMs only when the product beside it has ended: that product does not need it."""
     machine = GridSimulation(node_ranks=1, one_queue=one_queue)
     assert_passes(without_room(problem(which, machine, "fused")), range(2))
-
-
-FAULTS = {
-    "an exchange is read before it has come": Fault(
-        "ops.a2a_gemm", "self._call.receive(own)", "self._call.keep(own)",
-        reload=tuple(f"ulysses.{name}" for name in ("ahead", "parts", "exchange", "rows_backward", "two_groups"))),
-    "what an operator sends ahead is given to others": Fault(
-        "group.copy_engine", "        self._ahead = len(self._held)\n", "        self._ahead = 0\n"),
-    "the next operator's mark comes too early": Fault(
-        "group.copy_engine", "self._driver.check(self._driver.record_event(self._joined, self._handle))", "pass"),
-    "sent before it is known that a slot is free": Fault("group.workspace", "self._last.wait_for_start()", "pass"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_caught(fault: str) -> None:
-    with FAULTS[fault].planted():
-        error = assert_caught(problem("to_heads", GridSimulation()), range(20))
-    assert re.search(FAULTS[fault].report, str(error)), error
