@@ -161,7 +161,7 @@ def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> P
 
 
 def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs: float = 0.0) -> int:
-    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: of a NodeNetwork."""
+    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: of the network between nodes."""
     m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if choice.variant.chunks:

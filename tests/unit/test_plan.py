@@ -15,14 +15,11 @@ from overlap_train import OverlapConfig
 from overlap_train.cache import BoundedCache
 from overlap_train.group.slots import BARRIER, SLOTS, Layout
 from overlap_train.ops.plan import (
-    EnginePlan,
-    NodeNetwork,
     Plan,
     barrier_first,
     chunks_of,
-    engine_plan,
     make_plan,
-    sent_again,
+    planner_of,
     why_not,
 )
 from overlap_train.ops.spec import (
@@ -55,6 +52,15 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16 = torch.bfloat16
 
 
+def engine_plan(
+    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: int = 4, sums: int = 9,
+    gbs: float = 0.0,
+) -> Any:  # fmt: skip
+    """The plan of a pass where NCCL has `sms`, the sum of a node `sums`, and the network carries `gbs` GB/s."""
+    config = OverlapConfig(network_sms=sms, reduce_sms=sums)
+    return planner_of(topology, config, gbs).plan(choice, pass_, device, w)
+
+
 @pytest.fixture
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tiling.tma_reads.cache_clear()
@@ -65,7 +71,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def engine(
     method: str, m: int, kind: str = SCATTER, world: int = 4, n: int = 4096, k: int = 4096, w: Any = None, **how: bool
-) -> EnginePlan:
+) -> Any:
     """The plan of one pass on a GPU. w: the weight, else one of [n, k]."""
     w = torch.empty(8, 8, dtype=BF16) if w is None else w
     return engine_plan(
@@ -74,7 +80,7 @@ def engine(
         Topology(1, world, 0),
         GPU,
         w,
-        NodeNetwork(6, 9),
+        6,
     )
 
 
@@ -226,12 +232,10 @@ def test_rows_and_memory_of_each_operator() -> None:
 
 def across_nodes(
     pass_: Pass, method: str = "auto", nodes: int = 2, device: torch.device = GPU, gbs: float = 0.0
-) -> EnginePlan:
+) -> Any:
     topology = Topology(nodes, pass_.world // nodes, 0)
     choice = choose(method, pass_, device, UNTUNED, nodes)
-    return engine_plan(
-        choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), NodeNetwork(6, reduce_sms=9, gbs=gbs)
-    )
+    return engine_plan(choice, pass_, topology, device, torch.empty(8, 8, dtype=BF16), 6, gbs=gbs)
 
 
 def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_sms() -> None:
@@ -240,7 +244,7 @@ def test_what_crosses_nodes_of_gpus_goes_in_chunks_beside_a_product_that_spares_
     plan = across_nodes(gather, "chunked")
     assert (plan.chunks, len(plan.send_recvs), plan.send_sms) == (4, 4, 6)
     assert across_nodes(gather, "chunked", gbs=2.5).chunks == 8
-    again = sent_again(plan, Topology(2, 1, 0))
+    again = planner_of(Topology(2, 1, 0), OverlapConfig()).sent_again(plan)
     assert (again.chunks, len(again.send_recvs), again.send_sms) == (1, 1, 6)
     assert across_nodes(Pass(GATHER, 1024, 14336, 4096, BF16, 2), "chunked").chunks == 1, "a chunk is 8 MiB at least"
     on_cpu = across_nodes(gather, device=CPU)
@@ -324,7 +328,7 @@ def test_how_x_comes_to_the_weight_gradient() -> None:
     assert plan_on_cpu(ALL_GATHER_LINEAR, gathered_input="keep").wgrad is None
     assert plan_on_cpu(LINEAR_REDUCE_SCATTER).wgrad is None
     fused = plan_on_cpu(ALL_GATHER_LINEAR, "fused").fprop
-    again = sent_again(fused, Topology(1, 2, 0))
+    again = planner_of(Topology(1, 2, 0), OverlapConfig()).sent_again(fused)
     assert (again.method, fused.chunks, len(list(fused.legs)), len(list(again.legs))) == ("chunked", 2, 2, 1)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...config import OverlapConfig
 from ...methods import TRAITS
-from ...ops.plan import NodeNetwork, engine_plan
+from ...ops.plan import planner_of
 from ...planning.choice import alone, choose
 from ...planning.cost import communication_sms
 from ...planning.machines import System
@@ -58,8 +59,9 @@ def work_of(
     if is_alone:
         choice = alone(choice, pass_, target)  # type: ignore[arg-type]
     weight = torch.empty(pass_.n, pass_.k, dtype=pass_.dtype, device="meta")
-    network = NodeNetwork(*communication_sms(system, topology.local), system.nic_gbs)
-    plan = engine_plan(choice, pass_, topology, target, weight, network)  # type: ignore[arg-type]
+    sms, sums = communication_sms(system, topology.local)
+    planner = planner_of(topology, OverlapConfig(network_sms=sms, reduce_sms=sums), system.nic_gbs)
+    plan = planner.plan(choice, pass_, target, weight)  # type: ignore[arg-type]
     return Work(system, plan, pass_, topology, side=side)
 
 

@@ -53,8 +53,8 @@ def candidates(methods: Sequence[str], default: str, pass_: Pass, nodes: int = 1
 
 
 def variants_to_run(pass_: Pass, method: str, device: torch.device, nodes: int = 1, gbs: float = 0.0) -> list[Variant]:
-    """The variants of a method that are worth a measurement: across nodes numbers of chunks, inside a node these. gbs: of a
-    NodeNetwork.
+    """The variants of a method that are worth a measurement: across nodes numbers of chunks, inside a node these. gbs: of the
+    network.
 
     Whole blocks: where the method would cut them into several chunks. Split reduction: in a column linear's backward, whose
     weight gradient can run in between, and where it saves half a wave of tiles or more. Starting with a barrier: where pushes of

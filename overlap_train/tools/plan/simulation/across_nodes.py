@@ -48,8 +48,8 @@ def in_order(work: Work) -> Iterator[Leg]:
     yield from sorted((leg for leg in legs if leg.carries != ARRIVED), key=_turn_of(work))
     for _, passed_on in legs.passed_on.by_block:
         yield from sorted(passed_on, key=lambda leg: leg.chunk)
-    for crossing in work.plan.crossings:
-        if crossing.lands:
+    for crossing in work.plan.send_recvs:
+        if crossing.for_another:
             yield from crossing.passed_on
 
 
@@ -63,7 +63,7 @@ def _turn_of(work: Work) -> Callable[[Leg], int]:
 
 def turns(work: Work) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
     """What is enqueued of products by the library, and of exchanges between them (ResultCrossings)."""
-    between = 0 if work.follows else len(work.plan.crossings)
+    between = 0 if work.follows else len(work.plan.send_recvs)
     return leaving(work.plan.kind, work.topology, work.plan.chunks, between)
 
 

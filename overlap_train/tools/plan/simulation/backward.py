@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ....ops.plan import sent_again
+from ....config import OverlapConfig
+from ....ops.plan import planner_of
 from ....planning import cost
 from ....schedule.order import A2A_GEMM, GATHER, INBOUND, SCATTER
 from ....select.low_latency import LOW_LATENCY
@@ -86,7 +87,9 @@ def row_dw(work: Work) -> Kernel:
 
 
 def _column(work: Work) -> Part:
-    plan = sent_again(replace(work.plan, kind=GATHER if work.plan.kind == SCATTER else A2A_GEMM), work.topology)
+    plan = planner_of(work.topology, OverlapConfig()).sent_again(
+        replace(work.plan, kind=GATHER if work.plan.kind == SCATTER else A2A_GEMM)
+    )
     again = replace(work, plan=plan, what="x")  # its rows have as many columns as dx
     if work.plan.method == LOW_LATENCY:
         (kernels, sending), finish = outbound_part(work)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ....planning.machines import System
-from ....schedule.inter_node import EXCHANGE, START, Crossing, InFlight, Step, most_in_flight
+from ....schedule.inter_node import EXCHANGE, START, InFlight, SendRecv, Step, most_in_flight
 from .across_nodes import turns
 from .timeline import Arrival, Kernel, Send, arrived, landed
 from .work import Work
@@ -23,7 +23,7 @@ class Exchanges:
     """The exchanges of one call, in order. Each method says what is enqueued then, by the same steps as the engines'."""
 
     def __init__(self, work: Work, sends: Sequence[Send]) -> None:
-        self._sends, self._arrivals = sends, [_arrival(work, crossing) for crossing in work.plan.crossings]
+        self._sends, self._arrivals = sends, [_arrival(work, crossing) for crossing in work.plan.send_recvs]
         self._flight = InFlight(len(sends), most_in_flight(work.plan.kind, len(sends)))
 
     @property
@@ -59,9 +59,9 @@ class Exchanges:
                 yield self._arrivals[number]
 
 
-def _arrival(work: Work, crossing: Crossing) -> Arrival:
+def _arrival(work: Work, crossing: SendRecv) -> Arrival:
     leg = crossing.received
-    if crossing.lands:
+    if crossing.for_another:
         return Arrival(landed(work.call, leg.target, leg.fills, leg.chunk))
     return Arrival(arrived(work.call, leg.fills, leg.chunk))
 
