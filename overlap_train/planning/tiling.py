@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .variants import CHUNK_COUNTS
+from ..select.method import CHUNK_COUNTS
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
 
@@ -28,11 +28,12 @@ _SHORTEST_DIRECT = 1024
 FILLS_A_GPU = 132
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Target:
-    """A GPU that need not be here, where plans ask for a device."""
+    """A GPU that need not be here, where plans ask for a device. sms: streaming multiprocessors."""
 
     capability: tuple[int, int]
+    sms: int
     type: str = "cuda"
 
 

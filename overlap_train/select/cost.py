@@ -1,0 +1,246 @@
+"""What a pass takes by a method on a system, in closed form: GEMMs in waves of tiles, copies, launches.
+
+A pass inside a node takes the longest of these, where G is the GEMM, W the ranks, N the chunks that arrive, C what they take:
+
+    by compute              G
+    by the first chunk      C/N + (1 - 1/W) G            inbound: own rows take G/W, the others follow the copies
+    by the last chunk       C + G/N                      inbound: its rows are multiplied when it is there
+                            G/N + C, (1 - 1/W) G + C/N   outbound: the first chunk is multiplied, then all are sent; or the last is sent
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..planning.passes import SCATTER_AND_WGRAD, Pass
+from ..planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
+from ..planning.tiling import HOPPER_TILE, count_waves
+from .method import Method
+from .system import System
+from .tiles import chunks_of, on_hopper, sent_bytes
+
+# Output tiles that a library chooses from: 128 x 256 and the like, and 128 x 128 where larger ones leave SMs idle.
+_LARGE_TILES, _SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
+# The low-latency kernel beside its stores: claims, the way to the peers, the poll that sees the words, the last CTA's exit.
+_LOW_LATENCY_US = 6.0
+_BARRIER_US = 10.0
+_FP32, _BF16 = 4, 2  # bytes
+# Host work in driver calls: a kernel launch with its preparation, a library GEMM, a collective, a push, what each call has besides.
+_LAUNCH, _GEMM, _COLLECTIVE, _PUSH, _OTHER = 2, 5, 9, 2, 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Microseconds of one pass by one method. device_us: what the GPU needs; host_us: until the call has returned."""
+
+    device_us: float
+    host_us: float = 0.0
+
+    @property
+    def us(self) -> float:
+        """Microseconds of a call where calls follow each other, as the benchmark measures them."""
+        return max(self.device_us, self.host_us)
+
+
+def power_us(system: System, flops: float) -> float:
+    """What power allows for a GEMM of so many operations: the rate falls from burst_tflops to sustained_tflops."""
+    work, us = flops * 1e-6, flops * 1e-6 / system.burst_tflops
+    for _ in range(8):  # the rate depends on the time, and the time on the rate
+        settled = system.settle_us / us * -math.expm1(-us / system.settle_us)
+        us = work / (system.sustained_tflops + (system.burst_tflops - system.sustained_tflops) * settled)
+    return us
+
+
+def library_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:
+    """One of `parts` library GEMMs [m, k] @ [k, n] that run one after the other: waves of tiles, or what power or memory allows.
+    spared_sms: that others hold."""
+    sms = system.sms - spared_sms
+    tiles = [(rows, cols, 1.0) for rows, cols in _LARGE_TILES] + [(*_SMALL_TILE, system.small_tile)]
+    us = min(
+        math.ceil(-(-m // rows) * -(-n // cols) / sms) * _tile_us(system, rows, cols, k) / speed for rows, cols, speed in tiles
+    )  # fmt: skip
+    read_us = (m * k + k * n + m * n) * _BF16 / (system.memory_gbs * 1e3)
+    return max(us, power_us(system, 2.0 * m * n * k * parts) / parts, read_us)
+
+
+def _tile_us(system: System, rows: int, cols: int, k: int) -> float:
+    """A tile [rows, cols] on one SM, at the highest clock."""
+    return 2 * rows * cols * k * system.sms / (system.tile_tflops * 1e6)
+
+
+def sum_us(system: System, nbytes: float, sms: int = 0) -> float:
+    """Reading and writing so many bytes of local memory by so many SMs; 0: by all."""
+    return nbytes / (min(system.memory_gbs, sms * system.sum_sm_gbs or math.inf) * 1e3)
+
+
+def collective_us(pass_: Pass, system: System, nodes: int = 1) -> float:
+    """NCCL's exchange of a pass.
+
+    An all-gather or reduce-scatter across nodes is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how
+    fast. The rings of a node leave it by all NICs of its ranks. An all-to-all sends to far ranks over each rank's own NIC.
+    """
+    world, local, nbytes = pass_.world, pass_.world // nodes, sent_bytes(pass_)
+    if world == 1:
+        return 0.0
+    hops = (nodes - 1) * system.nic_us
+    if pass_.kind in EXCHANGES:
+        far = (world - local) / (world - 1) * nbytes / (system.nic_gbs * 1e3) + system.nic_us if nodes > 1 else 0.0
+        return system.nccl_us + max((local - 1) / (world - 1) * nbytes / (system.nccl_ring_gbs * 1e3), far)
+    inside = math.inf if local == 1 else system.nccl_pair_gbs if local == 2 else system.nccl_ring_gbs
+    return system.nccl_us + hops + nbytes / (min(inside, local * system.nic_gbs if nodes > 1 else math.inf) * 1e3)
+
+
+def estimate(pass_: Pass, how: Method, system: System, nodes: int = 1, backward: bool = False) -> Estimate:
+    """What a pass takes by a method in a group that spans so many nodes.
+
+    backward: the whole backward of its linear: also the weight gradient, under which a column linear's partial sums leave, and for
+    which it gathers its input again.
+    """
+    if nodes > 1:
+        return _across_nodes(pass_, how, system, nodes, backward)
+    one = _Work(pass_, how, system)
+    barrier = how.barrier_first * (_BARRIER_US + system.gap_us)
+    device = one.backward_us() if backward else one.device_us()
+    return Estimate(device + barrier, one.host_us(backward))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A pass inside a node."""
+
+    pass_: Pass
+    how: Method
+    system: System
+
+    @property
+    def kind(self) -> str:
+        return SCATTER if self.pass_.kind == SCATTER_AND_WGRAD else self.pass_.kind
+
+    @property
+    def chunks(self) -> int:
+        return chunks_of(self.how, self.pass_, self.system)
+
+    @property
+    def peers(self) -> int:
+        return self.pass_.world - 1
+
+    @property
+    def block_bytes(self) -> float:
+        """Of one block that a peer sends."""
+        return sent_bytes(self.pass_) / max(1, self.peers)
+
+    @property
+    def gemm_us(self) -> float:
+        """The whole GEMM by the library."""
+        return library_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k)
+
+    def device_us(self) -> float:
+        """Alone, with nothing after it."""
+        system, name = self.system, self.how.name
+        if self.peers == 0:
+            return self.gemm_us + system.gap_us
+        if name == "collective":
+            return collective_us(self.pass_, system) + self.gemm_us + 2 * system.gap_us + self._put_together()
+        if name == "low_latency":
+            nbytes = sent_bytes(self.pass_)
+            return _LOW_LATENCY_US + 2 * nbytes / (system.store_gbs * 1e3) + self.gemm_us + 2 * system.gap_us
+        if name == "chunked":
+            return self._by_library()
+        return self._by_tiles() + self._own_copy()
+
+    def _own_copy(self) -> float:
+        return 0.0
+
+    def _put_together(self) -> float:
+        """torch's copy of the blocks of an all-to-all: columns rank after rank before NCCL sends them, or what it has brought."""
+        if self.kind not in EXCHANGES:
+            return 0.0
+        nbytes = 2 * self.pass_.world * self.block_bytes
+        return nbytes / (self.system.memory_gbs * self.system.torch_copy * 1e3) + self.system.gap_us
+
+    def _sum(self) -> float:
+        """What follows a scatter's last partial: reading all, writing the total; of an all-to-all the way out of the slot."""
+        blocks = self.pass_.world + 1 if self.kind == SCATTER else 2 * self.peers
+        return sum_us(self.system, blocks * self.block_bytes) + self.system.gap_us + self.system.wait_us + self.system.gap_us
+
+    def _push_us(self, chunks: int) -> float:
+        """One of `chunks` of a block, by the copy engine."""
+        return self.block_bytes / chunks / (self.system.copy_gbs * 1e3) + self.system.push_us
+
+    def _by_library(self) -> float:
+        """chunked: a GEMM for each block."""
+        p, system, one = self.pass_, self.system, self._push_us(1)
+        world, start = p.world, system.gap_us + system.wait_us
+        if self.kind == A2A_GEMM:
+            gemm = library_us(system, p.rows, p.n, p.k // world, world)
+            add = sum_us(system, (2 * _FP32 - _BF16) * p.rows * p.n)  # the sum, in fp32
+            after = sum_us(system, (_FP32 + _BF16) * p.rows * p.n) + system.gap_us
+        else:
+            columns = p.n // world if self.kind == GEMM_A2A else p.n
+            gemm, add, after = library_us(system, p.m // world, columns, p.k, world), 0.0, 0.0
+        gap = system.gap_us
+        if self.kind in INBOUND:
+            step = gemm + add + 2 * gap + system.wait_us
+            first, last = one + self.peers * step, self.peers * one + step
+            return start + max(gemm + gap + self.peers * step, first, last) + after
+        step = gemm + gap
+        return start + max(world * step, step + self.peers * one, self.peers * step + one) + self._sum()
+
+    def _by_tiles(self) -> float:
+        """fused and direct: one kernel."""
+        system, world = self.system, self.pass_.world
+        full, allowed, tile = self._tiled(self.chunks)
+        count = self.peers * self.chunks
+        last_part = max(tile, full / (world * self.chunks))
+        if self.how.name == "direct":
+            return self._stored(full, allowed, tile)
+        one, start = self._push_us(self.chunks), system.gap_us + system.wait_us + system.ramp_us
+        if self.kind == GATHER:
+            first, last = one + (1 - 1 / world) * full, count * one + last_part
+            return start + max(full, allowed, first, last)
+        if self.kind == A2A_GEMM:  # each tile needs a chunk of every peer
+            per = full / self.chunks
+            first, last = self.peers * one + full - per / world, count * one + per * (1 - 1 / world)
+            return start + max(full, allowed, first, last)
+        peers_us = (1 - 1 / world) * full
+        arrived = max(peers_us / count + count * one, peers_us + one)
+        if self.kind == GEMM_A2A:
+            return start + max(full, allowed, arrived) + self._sum()
+        add = sum_us(system, self.peers * self.block_bytes)
+        if self.how.split_reduction:
+            return start + max(full, allowed, arrived) + self._sum()
+        return start + max(full + add, allowed, arrived + add / self.chunks)
+
+    def _stored(self, full: float, allowed: float, tile: float) -> float:
+        """direct: the kernel's own stores."""
+        system, world = self.system, self.pass_.world
+        start, nbytes = system.gap_us + system.ramp_us, sent_bytes(self.pass_)
+        if self.kind in INBOUND:
+            stores = nbytes / (system.store_gbs * 1e3)
+            last_part = max(tile, full / (world * self.chunks) if self.kind == GATHER else full / self.chunks)
+            return start + max(full, allowed, stores + last_part)
+        held = (1 - 1 / world) * full / tile * system.peer_tile_us
+        wire = nbytes / (system.tile_store_gbs * 1e3)
+        add = sum_us(system, self.peers * self.block_bytes) if self.kind == SCATTER else self._sum()
+        return start + max(full + held + add, allowed + add, tile + wire + add)
+
+    def _tiled(self, chunks: int) -> tuple[float, float, float]:
+        """(whole GEMM at the highest clock, as power allows it, one tile) by our kernels."""
+        p, system, tile = self.pass_, self.system, HOPPER_TILE
+        served = on_hopper(p, system)
+        columns, blocks = p.n // (p.world if self.kind == GEMM_A2A else 1), chunks * (1 if self.kind == A2A_GEMM else p.world)
+        rows = p.m // p.world // chunks
+        tiles = tile.count(rows, columns, blocks)
+        cut = tiles if self.kind in INBOUND else tile.pairs(rows, columns, chunks)
+        waves = count_waves(tiles, system.sms, cut if served else 0)
+        one = _tile_us(system, tile.block_m, tile.block_n, p.k)
+        speed = 1.0 if served else system.portable
+        return waves * one / speed, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, one / speed
+
+    def backward_us(self) -> float:
+        raise NotImplementedError
+
+    def host_us(self, backward: bool) -> float:
+        """Driver calls of a call."""
+        return 0.0
