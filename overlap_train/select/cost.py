@@ -27,7 +27,7 @@ _LOW_LATENCY_US = 6.0
 _BARRIER_US = 10.0
 _FP32, _BF16 = 4, 2  # bytes
 # Host work in driver calls: a kernel launch with its preparation, a library GEMM, a collective, a push, what each call has besides.
-_LAUNCH, _GEMM, _COLLECTIVE, _PUSH, _OTHER = 2, 5, 9, 2, 4
+_LAUNCH, _GEMM, _COLLECTIVE, _PUSH, _PUSH_AFTER_TILES, _OTHER = 2, 5, 9, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,64 @@ class _Work:
         return waves * one / speed, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, one / speed
 
     def backward_us(self) -> float:
-        raise NotImplementedError
+        """With the weight gradient. A column linear gathers x again beside the GEMM for dx, whose partials leave under the other one."""
+        p, system, alone = self.pass_, self.system, self.device_us()
+        wgrad = library_us(system, p.k, p.n, p.rows) + system.gap_us
+        if self.peers == 0:
+            return alone + wgrad
+        if self.kind in INBOUND:
+            dense = self.how.name in ("collective", "low_latency")
+            own = 0.0 if dense or (self.how.name == "fused" and self.kind == GATHER) else sum_us(system, 2 * self.block_bytes)
+            return alone + own + system.wait_us + system.gap_us + wgrad
+        if self.how.name == "collective":
+            return self._backward_by_nccl(wgrad) if self.kind == SCATTER else alone + wgrad
+        if self.how.name == "low_latency":
+            return alone + wgrad + _LOW_LATENCY_US + 2 * sent_bytes(p) / (system.store_gbs * 1e3)
+        again = self.peers * self._push_us(1)  # which leave first
+        own = sum_us(system, 2 * self.block_bytes) + system.wait_us + system.gap_us
+        start = system.gap_us + system.wait_us
+        if self.how.name == "fused" and not self.how.split_reduction:
+            first = max(alone, start + again + self._partials_after())
+            return max(first, start + again) + own + wgrad
+        dgrad = alone - self._finish()
+        sent = max(again, 0.0) + (0.0 if self.how.name == "direct" else self.peers * self._push_us(self.chunks) * self.chunks)
+        return max(max(dgrad, start + again) + own + wgrad, start + sent) + self._finish()
+
+    def _partials_after(self) -> float:
+        """What own tiles wait for behind the blocks of x: all partials, and the sum of the last."""
+        return self.peers * self.chunks * self._push_us(self.chunks) + sum_us(self.system, self.peers * self.block_bytes) / self.chunks
+
+    def _finish(self) -> float:
+        """What can run after the weight gradient."""
+        later = self.how.name == "chunked" or self.how.split_reduction or self.kind == GEMM_A2A
+        return self._sum() if later else 0.0
+
+    def _backward_by_nccl(self, wgrad: float) -> float:
+        """NCCL in a stream of its own: the gather beside the GEMM for dx, the reduce-scatter beside the other. A GEMM beside it is longer."""
+        nccl, beside = collective_us(self.pass_, self.system) + self.system.gap_us, self.system.nccl_beside
+        dgrad = self.gemm_us + self.system.gap_us
+        dgrad, wgrad = (us + min(beside * nccl, us * beside / (1 - beside)) for us in (dgrad, wgrad))
+        return max(max(dgrad, nccl) + wgrad, max(dgrad, nccl) + nccl)
 
     def host_us(self, backward: bool) -> float:
         """Driver calls of a call."""
-        return 0.0
+        name, world, peers = self.how.name, self.pass_.world, self.peers
+        calls = _OTHER + (_GEMM if backward else 0)
+        again = backward and self.kind in (SCATTER, GEMM_A2A) and peers > 0
+        if not peers:
+            calls += _GEMM
+        elif name == "collective":
+            calls += _GEMM + _COLLECTIVE * (1 + (again and self.kind == SCATTER)) + _LAUNCH * (self.kind in EXCHANGES)
+        elif name == "low_latency":
+            calls += (_GEMM + _LAUNCH) + _LAUNCH * again
+        else:
+            later = self.kind in (SCATTER, GEMM_A2A) and self._finish() > 0
+            calls += _LAUNCH * (name != "direct" or again) + 2 * _LAUNCH * later
+            calls += (2 * _LAUNCH + _PUSH * peers) * again + 2 * _LAUNCH * (backward and not again)
+            if name == "chunked":
+                calls += _GEMM * world + (_LAUNCH * peers if self.kind in INBOUND else 0) + _PUSH * peers
+                calls += _LAUNCH * (self.kind == A2A_GEMM)
+            else:
+                pushes = 0 if name == "direct" else peers * self.chunks
+                calls += _LAUNCH + pushes * (_PUSH if self.kind in INBOUND else _PUSH_AFTER_TILES)
+        return self.system.host_call_us * calls
