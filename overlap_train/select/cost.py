@@ -25,9 +25,13 @@ _LARGE_TILES, _SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
 # The low-latency kernel beside its stores: claims, the way to the peers, the poll that sees the words, the last CTA's exit.
 _LOW_LATENCY_US = 6.0
 _BARRIER_US = 10.0
+# How many times as long a tile takes whose rows are of several ranks that have fewer than it has.
+_UNFILLED = 2.0
+# Of what an A2A + GEMM receives. Longer sequences come in parts whose blocks lie apart, and `direct` copies them first.
+_MOST_RECEIVED = 80 << 20
 _FP32, _BF16 = 4, 2  # bytes
 # Host work in driver calls: a kernel launch with its preparation, a library GEMM, a collective, a push, what each call has besides.
-_LAUNCH, _GEMM, _COLLECTIVE, _PUSH, _PUSH_AFTER_TILES, _OTHER = 2, 5, 9, 2, 3, 4
+_LAUNCH, _MM, _GEMM, _COLLECTIVE, _PUSH, _PUSH_AFTER_TILES, _OTHER = 2, 3, 5, 9, 2, 3, 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def library_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sm
     """One of `parts` library GEMMs [m, k] @ [k, n] that run one after the other: waves of tiles, or what power or memory allows.
     spared_sms: that others hold."""
     sms = system.sms - spared_sms
-    tiles = [(rows, cols, 1.0) for rows, cols in _LARGE_TILES] + [(*_SMALL_TILE, system.small_tile)]
+    tiles = [(rows, cols, 1.0) for rows, cols in _LARGE_TILES] + [(*_SMALL_TILE, system.small_tile), (128,192,.95), (192,128,.95)]
     us = min(
         math.ceil(-(-m // rows) * -(-n // cols) / sms) * _tile_us(system, rows, cols, k) / speed for rows, cols, speed in tiles
     )  # fmt: skip
@@ -219,7 +223,8 @@ class _Work:
         if self.kind in INBOUND:
             stores = nbytes / (system.store_gbs * 1e3)
             last_part = max(tile, full / (world * self.chunks) if self.kind == GATHER else full / self.chunks)
-            return start + max(full, allowed, stores + last_part)
+            apart = self._put_together() if self.kind == A2A_GEMM and self.pass_.world * self.block_bytes > _MOST_RECEIVED else 0.0
+            return start + apart + max(full, allowed, stores + last_part)
         held = (1 - 1 / world) * full / tile * system.peer_tile_us
         wire = nbytes / (system.tile_store_gbs * 1e3)
         add = sum_us(system, self.peers * self.block_bytes) if self.kind == SCATTER else self._sum()
@@ -236,7 +241,14 @@ class _Work:
         waves = count_waves(tiles, system.sms, cut if served else 0)
         one = _tile_us(system, tile.block_m, tile.block_n, p.k)
         speed = 1.0 if served else system.portable
-        return waves * one / speed, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, one / speed
+        if rows < tile.block_m:
+            one *= _UNFILLED
+        # The rows of each block of a gather read the weight again, since they follow their copies; of others a wave shares what it reads.
+        lines = tile.count(rows, 1, blocks)
+        again = self.kind == GATHER or tiles > system.sms
+        reads = min(lines, blocks * -(-tile.count(rows, 1) // tile.group_m)) if again and self.kind != A2A_GEMM else 1
+        full = max(waves * one / speed, sum_us(system, reads * p.n * p.k * p.dtype.itemsize))
+        return full, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, min(full, one / speed)
 
     def backward_us(self) -> float:
         """With the weight gradient. A column linear gathers x again beside the GEMM for dx, whose partials leave under the other one."""
@@ -281,14 +293,14 @@ class _Work:
     def host_us(self, backward: bool) -> float:
         """Driver calls of a call."""
         name, world, peers = self.how.name, self.pass_.world, self.peers
-        calls = _OTHER + (_GEMM if backward else 0)
+        calls = _OTHER + (_MM if backward else 0)
         again = backward and self.kind in (SCATTER, GEMM_A2A) and peers > 0
         if not peers:
-            calls += _GEMM
+            calls += _MM
         elif name == "collective":
-            calls += _GEMM + _COLLECTIVE * (1 + (again and self.kind == SCATTER)) + _LAUNCH * (self.kind in EXCHANGES)
+            calls += _MM + _COLLECTIVE * (1 + (again and self.kind == SCATTER)) + _LAUNCH * (self.kind in EXCHANGES)
         elif name == "low_latency":
-            calls += (_GEMM + _LAUNCH) + _LAUNCH * again
+            calls += _MM + _LAUNCH + _LAUNCH * again
         else:
             later = self.kind in (SCATTER, GEMM_A2A) and self._finish() > 0
             calls += _LAUNCH * (name != "direct" or again) + 2 * _LAUNCH * later
