@@ -271,6 +271,8 @@ class _Work:
             first = max(alone, start + again + self._partials_after())
             return max(first, start + again) + own + wgrad
         dgrad = alone - self._finish()
+        if self.how.name == "direct":  # its stores share the links with the blocks of x
+            dgrad = max(dgrad, start + again + sent_bytes(p) / (system.tile_store_gbs * 1e3))
         sent = max(again, 0.0) + (0.0 if self.how.name == "direct" else self.peers * self._push_us(self.chunks) * self.chunks)
         return max(max(dgrad, start + again) + own + wgrad, start + sent) + self._finish()
 
