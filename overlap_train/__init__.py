@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from .linear import all_gather_linear, linear_reduce_scatter
     from .operators.attention_layout import Rotary
     from .operators.qk_norm import QkNorm
-    from .planning.choice import Choice, choose
     from .planning.heads import AttentionHeads
     from .planning.passes import Pass
     from .planning.sequence import SequenceLayout
     from .runtime.graph import forget_graphs, graphed
     from .runtime.registry import check, shutdown
+    from .select.choose import Choice, choose
     from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
     from .ulysses.attention import attention_output_linear, qkv_all_to_all
     from .ulysses.linears import all_to_all_linear, linear_all_to_all
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
-    "planning.choice": ("Choice", "choose"),
     "operators.attention_layout": ("Rotary",),
     "operators.qk_norm": ("QkNorm",),
     "planning.heads": ("AttentionHeads",),
@@ -40,6 +39,7 @@ _MODULES = {
     "planning.sequence": ("SequenceLayout",),
     "runtime.graph": ("forget_graphs", "graphed"),
     "runtime.registry": ("check", "shutdown"),
+    "select.choose": ("Choice", "choose"),
     "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
     "ulysses.attention": ("attention_output_linear", "qkv_all_to_all"),
     "ulysses.linears": ("all_to_all_linear", "linear_all_to_all"),

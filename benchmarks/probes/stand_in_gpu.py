@@ -25,7 +25,7 @@ from overlap_train.gpu.launch import Launcher
 from overlap_train.operators import settled
 from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.table import UNTUNED
+from overlap_train.select.table import UNTUNED
 from overlap_train.planning.tiling import Target
 from overlap_train.protocol.copy_stream import StreamCopyEngine
 from overlap_train.protocol.node_networks import NodeExchangeEngine

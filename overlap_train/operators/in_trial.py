@@ -8,9 +8,10 @@ from functools import cached_property, reduce
 
 from ..config import flag_name
 from ..planning.arguments import Request
+from ..select.autotune import Autotune as Trial
+from ..select.autotune import Timed, TimedBracket
 from ..warn import warn_user
 from .planned import Planned, PlannedLinear
-from .trials import Timed, TimedBracket, Trial
 
 
 @dataclass(frozen=True, kw_only=True)

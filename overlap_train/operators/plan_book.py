@@ -12,14 +12,14 @@ from ..config import OverlapConfig
 from ..planning.arguments import Request
 from ..planning.cache import BoundedCache
 from ..planning.spec import OperatorSpec
-from ..planning.table import Table
 from ..runtime.domain import OverlapDomain
 from ..runtime.prepare import prepare
+from ..select.autotune import Autotune as Trial
+from ..select.table import Table
 from .planned import Planned
 from .runs_here import other_table, why_not_here
 from .settled import settled_plan
 from .trial_book import TrialBook
-from .trials import Trial
 from .tuning_file import read
 
 _MOST_PLANS = 1024

@@ -12,7 +12,7 @@ from ..planning.cache import BoundedCache
 from ..planning.plan import Plan, barrier_first
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
-from .trials import Trial
+from ..select.autotune import Autotune as Trial
 
 _MOST_NAMES = 4096  # linears of one shape
 # Called with the plan of a call, and with the trial in which the linear takes part by it, or None.

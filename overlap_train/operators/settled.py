@@ -7,8 +7,8 @@ import torch
 from ..config import OverlapConfig
 from ..planning.plan import Plan, make_plan
 from ..planning.spec import OperatorSpec
-from ..planning.table import Table
 from ..runtime.domain import OverlapDomain
+from ..select.table import Table
 
 
 def settled_plan(

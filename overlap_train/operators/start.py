@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..methods import TRAITS
 from ..planning.engine_plan import EnginePlan
 from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.tags import Tag
 from ..runtime.domain import OverlapDomain
+from ..select.method import Method
 from .all_gather_gemm import ChunkedGather, CollectiveGather, DirectGather, FusedGather, Gather, LowLatencyGather
 from .all_to_all_gemm import (
     ChunkedAllToAllGemm,
@@ -170,5 +170,5 @@ def _across_nodes(domain: OverlapDomain, plan: EnginePlan) -> str:
     """The key of the engine by which a plan runs across nodes."""
     if plan.method == "collective":
         return plan.method
-    assert TRAITS[plan.method].crosses, f"{plan.method} stays inside one node (planning/refusals.py)"
+    assert Method(plan.method).crosses, f"{plan.method} stays inside one node (planning/refusals.py)"
     return f"{plan.method}, {GPUS if isinstance(domain.engine, NodeStreamEngine) else PROCESSES}"

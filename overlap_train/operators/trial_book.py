@@ -12,15 +12,16 @@ from ..config import OverlapConfig
 from ..planning.arguments import Request
 from ..planning.passes import Pass
 from ..planning.plan import Plan
-from ..planning.table import Table, Winner
-from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
 from ..runtime.domain import OverlapDomain
 from ..runtime.prepare import may_hold
+from ..select.autotune import Autotune as Trial
+from ..select.autotune import RunKey as TrialKey
+from ..select.autotune import is_known, key_of, methods_to_try, winners, work_of
+from ..select.table import Table, Winner
 from .in_trial import Candidate, InTrial
 from .planned import Planned
 from .runs_here import why_not_here
 from .settled import settled_plan
-from .trials import Trial, work_of
 from .tuning_file import save
 
 
@@ -117,4 +118,4 @@ _DIRECTIONS = ("backward", "forward")
 def _in_words(winner: Winner) -> str:
     """ "fused (fused 0.412 ms, direct 0.430 ms)"."""
     times = sorted(winner.ms.items(), key=lambda item: item[1])
-    return f"{winner.method} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"
+    return f"{winner.how} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..planning import table, table_key
-from ..planning.table import Table, Winner
-from ..planning.table_key import Key
 from ..runtime.domain import OverlapDomain
+from ..select import table
+from ..select.table import Key, Table, Winner
 from ..warn import warn_user
 
 
 def key_of(domain: OverlapDomain) -> Key:
     """What measurements in a domain depend on."""
-    return table_key.key_of(domain.device, domain.world_size, domain.topology.nodes, domain.config.network)
+    return table.key_of(domain.device, domain.world_size, domain.topology.nodes, domain.config.network)
 
 
 def read(domain: OverlapDomain) -> Table | None:

@@ -7,8 +7,9 @@ from functools import cached_property
 
 import torch
 
-from ..methods import TRAITS
-from .choice import Choice, in_variant
+from ..select.choose import Choice
+from ..select.method import CHUNK_COUNTS, Method
+from ..select.tiles import chunks_of
 from .low_latency import LOW_LATENCY
 from .passes import SCATTER_AND_WGRAD, Pass
 from .schedule.crossings import Crossing, crossings
@@ -33,8 +34,6 @@ from .tiling import (
     tma_reads,
     tma_reads_weight,
 )
-from .variants import CHUNK_COUNTS, PLAIN, Variant
-from .waves import strips_to_spare
 
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
@@ -68,7 +67,7 @@ class EnginePlan:
     kind: str
     method: str
     reason: str
-    variant: Variant
+    variant: Method
     kernels: str
     tile: TileConfig
     chunks: int
@@ -112,12 +111,12 @@ class EnginePlan:
     @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
-        return self.kind == A2A_GEMM and TRAITS[self.method].pushes
+        return self.kind == A2A_GEMM and Method(self.method).pushes
 
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind == GEMM_A2A and TRAITS[self.method].pushes and self.nodes == 1
+        return self.kind == GEMM_A2A and Method(self.method).pushes and self.nodes == 1
 
 
 def engine_plan(
@@ -125,15 +124,15 @@ def engine_plan(
 ) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = chunks_of(choice, pass_, device, topology.nodes, network.gbs)
-    if choice.variant.chunks:  # these rows may not divide into as many as were measured
-        choice = in_variant(choice, replace(choice.variant, chunks=chunks))
+    chunks = chunks_of(choice.how, pass_, device, topology.nodes, network.gbs)
+    if choice.how.chunks:  # these rows may not divide into as many as were measured
+        choice = choice.by(chunks=chunks)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     tiled = choice.method == "fused"
     route = legs(kind, topology, chunks, tiled)
     return EnginePlan(
-        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
+        kind, choice.method, choice.reason, choice.how, kernels, tile, chunks, route, sources(topology, kind),
         send_sms=_send_sms(choice.method, device, topology.nodes, network.sms),
         reduce_sms=_reduce_sms(choice.method, kind, topology, device, network.reduce_sms),
         wait_sms=_wait_sms(choice.method, device, topology.nodes), nodes=topology.nodes,
@@ -148,7 +147,7 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
     route = legs(fprop.kind, topology, chunks=1)
     return EnginePlan(
-        fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, fprop.sources,
+        fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources,
         send_sms=fprop.send_sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
     )  # fmt: skip
 
@@ -192,42 +191,11 @@ def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device
 def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
     """A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be added:
     a few at once, which fit on one SM."""
-    return int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)
-
-
-def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs: float = 0.0) -> int:
-    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: of a NodeNetwork."""
-    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
-    row_bytes = pass_.row_features * pass_.dtype.itemsize
-    if choice.variant.chunks:
-        return equal_chunks(m_shard, choice.variant.chunks)
-    if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
-        local = pass_.world // nodes
-        most = _network_products(choice.method, pass_, local)
-        return network_chunk_count(m_shard, row_bytes, most, pays_in_short_chunks(local, gbs))
-    if not TRAITS[choice.method].multiplies or choice.variant.whole:
-        return 1
-    spare = strips_to_spare(pass_, device, choice.variant.split_reduction)
-    if choice.method == "direct":
-        return direct_chunk_count(m_shard, on_gpu, spare)
-    # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
-    # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
-    most = 8 if pass_.kind == A2A_GEMM else 4
-    return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
-
-
-def _network_products(method: str, pass_: Pass, local: int) -> int:
-    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
-    if method == "fused" and pass_.kind not in INBOUND and local == 1:
-        return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
-    # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
-    at_once = local if method == "fused" and pass_.kind == GATHER else 1
-    columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
-    return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once)
+    return int(nodes > 1 and device.type == "cuda" and Method(method).multiplies)
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
-    if not TRAITS[choice.method].multiplies:
+    if not Method(choice.method).multiplies:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
         device, pass_.dtype, pass_.row_features, 0

@@ -8,17 +8,15 @@ import torch
 
 from ..config import OverlapConfig
 from .arguments import Request, shapes_of
-from .choice import Choice, alone, choose, in_variant
+from ..select.choose import Choice, alone, choose
+from ..select.method import Method
+from ..select.table import Table
 from .engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import Pass
 from .schedule.kinds import INBOUND
 from .schedule.topology import Topology
 from .spec import OperatorSpec
-from .table import Table
-from .variants import PLAIN, Variant
-
-_WHOLE = Variant(chunks=1)  # across nodes; nothing multiplies a chunk while the next one comes
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def make_plan(
         forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, second))
         pushes_again = sends_again and forward.method != "collective"
         if spec.sends_input and not pushes_again:  # it would collide with nothing
-            backward = in_variant(backward, replace(backward.variant, barrier_first=False))
+            backward = backward.by(barrier_first=False)
         fprop = engine_plan(forward, first, topology, device, w, network)
         dgrad = dgrad_alone = engine_plan(backward, second, topology, device, w, network)
         if (by_itself := alone(backward, second, device)) != backward:
@@ -73,10 +71,7 @@ def _request(
 ) -> Request:  # fmt: skip
     """What ranks compare, and the memory that a slot needs. engines: of forward, backward, and of what is sent again."""
     fprop, dgrad, _ = engines
-    how = (
-        f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
-        f"gathered_input={config.gathered_input}"
-    )
+    how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     received = spec.slot_bytes(x, w, world)
     methods = {engine.method for engine in engines if engine is not None}
     return Request(
@@ -105,8 +100,9 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
         unmeasured = "auto: not tuned: all-to-alls beside a product across nodes are not measured"
-        return Choice("collective", unmeasured if across else "asked for")
-    return Choice("chunked", "beside a product", _WHOLE if topology.nodes > 1 else PLAIN)
+        return Choice(Method("collective"), unmeasured if across else "asked for")
+    # Across nodes in one chunk: nothing multiplies a chunk while the next one comes.
+    return Choice(Method("chunked", chunks=int(topology.nodes > 1)), "beside a product")
 
 
 def barrier_first(plan: Plan, gathers: bool) -> bool:

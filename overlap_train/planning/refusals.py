@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..config import flag_name
-from ..methods import TRAITS
+from ..select.method import Method
 from .low_latency import LOW_LATENCY, refusal
 from .plan import Plan
 
@@ -17,7 +17,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
             refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
             if refused is not None:
                 return refused
-        if device.type == "cuda" or not TRAITS[engine.method].kernels:
+        if device.type == "cuda" or not Method(engine.method).kernels:
             continue
         if not interpreted:
             return (
@@ -25,7 +25,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: bool) -> str | None:
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if TRAITS[engine.method].multiplies and "bfloat16" in plan.request.what:
+        if Method(engine.method).multiplies and "bfloat16" in plan.request.what:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "
@@ -41,7 +41,7 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
     for engine in sharing:
         if topology_problem is not None:
             return topology_problem
-        if engine.nodes > 1 and not TRAITS[engine.method].crosses:
+        if engine.nodes > 1 and not Method(engine.method).crosses:
             return (
                 f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send inside one node only; use "
                 f"'auto', 'fused', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"

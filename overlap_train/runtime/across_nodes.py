@@ -12,7 +12,7 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.blas import Blas
 from ..gpu.launch import Launcher
 from ..planning.schedule.topology import Topology
-from ..planning.sm_budget import SmBudget, in_words
+from ..select.sm_budget import SmBudget, in_words
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_networks import NodeExchangeEngine, NodePutEngine

@@ -17,6 +17,7 @@ from ..planning.passes import SCATTER_AND_WGRAD, Pass
 from ..planning.schedule.kinds import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
 from ..planning.tiling import HOPPER_TILE, count_waves
 from .method import Method
+from .sm_budget import MOST_SMS
 from .system import System
 from .tiles import chunks_of, on_hopper, sent_bytes
 
@@ -60,7 +61,11 @@ def library_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sm
     """One of `parts` library GEMMs [m, k] @ [k, n] that run one after the other: waves of tiles, or what power or memory allows.
     spared_sms: that others hold."""
     sms = system.sms - spared_sms
-    tiles = [(rows, cols, 1.0) for rows, cols in _LARGE_TILES] + [(*_SMALL_TILE, system.small_tile), (128,192,.95), (192,128,.95)]
+    tiles = [(rows, cols, 1.0) for rows, cols in _LARGE_TILES] + [
+        (*_SMALL_TILE, system.small_tile),
+        (128, 192, 0.95),
+        (192, 128, 0.95),
+    ]
     us = min(
         math.ceil(-(-m // rows) * -(-n // cols) / sms) * _tile_us(system, rows, cols, k) / speed for rows, cols, speed in tiles
     )  # fmt: skip
@@ -109,6 +114,36 @@ def estimate(pass_: Pass, how: Method, system: System, nodes: int = 1, backward:
     return Estimate(device + barrier, one.host_us(backward))
 
 
+def _across_nodes(pass_: Pass, how: Method, system: System, nodes: int, backward: bool) -> Estimate:
+    """A pass between nodes: what crosses the network is the slowest of all, or the GEMM is, which leaves some SMs to it. Partial sums
+    cross as sums of a node."""
+    one, local = _Work(pass_, how, system), pass_.world // nodes
+    block_us, exchanges = one.block_bytes / (system.nic_gbs * 1e3), nodes - 1
+    if one.kind in EXCHANGES:
+        exchanges *= local
+    again = backward and one.kind in (SCATTER, GEMM_A2A)
+    wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, spared_sms=MOST_SMS) if backward else 0.0
+    if how.name == "collective":
+        rounds = 2 if again and one.kind == SCATTER else 1
+        device = rounds * collective_us(pass_, system, nodes) + one.gemm_us + one.put_together() + wgrad
+        return Estimate(device + 3 * system.gap_us, one.host_us(backward))
+    chunks = chunks_of(how, pass_, system, nodes, system.nic_gbs)
+    parts = chunks * (nodes if how.multiplies or local == 1 else pass_.world)
+    gemm = library_us(system, pass_.rows, pass_.n, pass_.k, spared_sms=MOST_SMS)
+    if not how.multiplies:
+        columns = pass_.n // (pass_.world if one.kind == GEMM_A2A else 1)
+        depth = pass_.k // (pass_.world if one.kind == A2A_GEMM else 1)
+        count = pass_.world * chunks
+        gemm = count * library_us(system, pass_.m // count, columns, depth, count, MOST_SMS)
+    network = exchanges * (block_us + chunks * system.nic_us)
+    copies = (local - 1) * nodes * one.push_us(1)  # what arrives is passed on, or partials are collected
+    sums = sum_us(system, (local + nodes) * one.block_bytes) if one.kind == SCATTER else 0.0
+    device = max(gemm, network + gemm / parts, copies + gemm / parts) + sums + system.nic_us + 2 * system.gap_us
+    if backward:
+        device = max(device + wgrad, (1 + again) * network + sums)
+    return Estimate(device, one.host_us(backward) + (1 + again) * exchanges * chunks * system.host_exchange_us)
+
+
 @dataclass(frozen=True)
 class _Work:
     """A pass inside a node."""
@@ -145,18 +180,15 @@ class _Work:
         if self.peers == 0:
             return self.gemm_us + system.gap_us
         if name == "collective":
-            return collective_us(self.pass_, system) + self.gemm_us + 2 * system.gap_us + self._put_together()
+            return collective_us(self.pass_, system) + self.gemm_us + 2 * system.gap_us + self.put_together()
         if name == "low_latency":
             nbytes = sent_bytes(self.pass_)
             return _LOW_LATENCY_US + 2 * nbytes / (system.store_gbs * 1e3) + self.gemm_us + 2 * system.gap_us
         if name == "chunked":
             return self._by_library()
-        return self._by_tiles() + self._own_copy()
+        return self._by_tiles()
 
-    def _own_copy(self) -> float:
-        return 0.0
-
-    def _put_together(self) -> float:
+    def put_together(self) -> float:
         """torch's copy of the blocks of an all-to-all: columns rank after rank before NCCL sends them, or what it has brought."""
         if self.kind not in EXCHANGES:
             return 0.0
@@ -166,15 +198,20 @@ class _Work:
     def _sum(self) -> float:
         """What follows a scatter's last partial: reading all, writing the total; of an all-to-all the way out of the slot."""
         blocks = self.pass_.world + 1 if self.kind == SCATTER else 2 * self.peers
-        return sum_us(self.system, blocks * self.block_bytes) + self.system.gap_us + self.system.wait_us + self.system.gap_us
+        return (
+            sum_us(self.system, blocks * self.block_bytes)
+            + self.system.gap_us
+            + self.system.wait_us
+            + self.system.gap_us
+        )
 
-    def _push_us(self, chunks: int) -> float:
+    def push_us(self, chunks: int) -> float:
         """One of `chunks` of a block, by the copy engine."""
         return self.block_bytes / chunks / (self.system.copy_gbs * 1e3) + self.system.push_us
 
     def _by_library(self) -> float:
         """chunked: a GEMM for each block."""
-        p, system, one = self.pass_, self.system, self._push_us(1)
+        p, system, one = self.pass_, self.system, self.push_us(1)
         world, start = p.world, system.gap_us + system.wait_us
         if self.kind == A2A_GEMM:
             gemm = library_us(system, p.rows, p.n, p.k // world, world)
@@ -199,7 +236,7 @@ class _Work:
         last_part = max(tile, full / (world * self.chunks))
         if self.how.name == "direct":
             return self._stored(full, allowed, tile)
-        one, start = self._push_us(self.chunks), system.gap_us + system.wait_us + system.ramp_us
+        one, start = self.push_us(self.chunks), system.gap_us + system.wait_us + system.ramp_us
         if self.kind == GATHER:
             first, last = one + (1 - 1 / world) * full, count * one + last_part
             return start + max(full, allowed, first, last)
@@ -223,7 +260,11 @@ class _Work:
         if self.kind in INBOUND:
             stores = nbytes / (system.store_gbs * 1e3)
             last_part = max(tile, full / (world * self.chunks) if self.kind == GATHER else full / self.chunks)
-            apart = self._put_together() if self.kind == A2A_GEMM and self.pass_.world * self.block_bytes > _MOST_RECEIVED else 0.0
+            apart = (
+                self.put_together()
+                if self.kind == A2A_GEMM and self.pass_.world * self.block_bytes > _MOST_RECEIVED
+                else 0.0
+            )
             return start + apart + max(full, allowed, stores + last_part)
         held = (1 - 1 / world) * full / tile * system.peer_tile_us
         wire = nbytes / (system.tile_store_gbs * 1e3)
@@ -234,7 +275,10 @@ class _Work:
         """(whole GEMM at the highest clock, as power allows it, one tile) by our kernels."""
         p, system, tile = self.pass_, self.system, HOPPER_TILE
         served = on_hopper(p, system)
-        columns, blocks = p.n // (p.world if self.kind == GEMM_A2A else 1), chunks * (1 if self.kind == A2A_GEMM else p.world)
+        columns, blocks = (
+            p.n // (p.world if self.kind == GEMM_A2A else 1),
+            chunks * (1 if self.kind == A2A_GEMM else p.world),
+        )
         rows = p.m // p.world // chunks
         tiles = tile.count(rows, columns, blocks)
         cut = tiles if self.kind in INBOUND else tile.pairs(rows, columns, chunks)
@@ -258,13 +302,17 @@ class _Work:
             return alone + wgrad
         if self.kind in INBOUND:
             dense = self.how.name in ("collective", "low_latency")
-            own = 0.0 if dense or (self.how.name == "fused" and self.kind == GATHER) else sum_us(system, 2 * self.block_bytes)
+            own = (
+                0.0
+                if dense or (self.how.name == "fused" and self.kind == GATHER)
+                else sum_us(system, 2 * self.block_bytes)
+            )
             return alone + own + system.wait_us + system.gap_us + wgrad
         if self.how.name == "collective":
             return self._backward_by_nccl(wgrad) if self.kind == SCATTER else alone + wgrad
         if self.how.name == "low_latency":
             return alone + wgrad + _LOW_LATENCY_US + 2 * sent_bytes(p) / (system.store_gbs * 1e3)
-        again = self.peers * self._push_us(1)  # which leave first
+        again = self.peers * self.push_us(1)  # which leave first
         own = sum_us(system, 2 * self.block_bytes) + system.wait_us + system.gap_us
         start = system.gap_us + system.wait_us
         if self.how.name == "fused" and not self.how.split_reduction:
@@ -273,12 +321,17 @@ class _Work:
         dgrad = alone - self._finish()
         if self.how.name == "direct":  # its stores share the links with the blocks of x
             dgrad = max(dgrad, start + again + sent_bytes(p) / (system.tile_store_gbs * 1e3))
-        sent = max(again, 0.0) + (0.0 if self.how.name == "direct" else self.peers * self._push_us(self.chunks) * self.chunks)
+        sent = max(again, 0.0) + (
+            0.0 if self.how.name == "direct" else self.peers * self.push_us(self.chunks) * self.chunks
+        )
         return max(max(dgrad, start + again) + own + wgrad, start + sent) + self._finish()
 
     def _partials_after(self) -> float:
         """What own tiles wait for behind the blocks of x: all partials, and the sum of the last."""
-        return self.peers * self.chunks * self._push_us(self.chunks) + sum_us(self.system, self.peers * self.block_bytes) / self.chunks
+        return (
+            self.peers * self.chunks * self.push_us(self.chunks)
+            + sum_us(self.system, self.peers * self.block_bytes) / self.chunks
+        )
 
     def _finish(self) -> float:
         """What can run after the weight gradient."""

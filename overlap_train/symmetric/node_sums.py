@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..planning.cost import node_sum_gbs
+from ..select.sm_budget import node_sum_gbs
 from ..planning.schedule.topology import Topology
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds

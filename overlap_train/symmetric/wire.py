@@ -15,7 +15,7 @@ import torch
 from ..planning.schedule.crossings import crossings
 from ..planning.schedule.kinds import GATHER
 from ..planning.schedule.topology import Topology
-from ..planning.sm_budget import SmBudget
+from ..select.sm_budget import SmBudget
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds
 from .inter_node import Failures, Piece

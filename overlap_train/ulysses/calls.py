@@ -15,7 +15,7 @@ from ..config import OverlapConfig
 from ..operators.call_plan import plan_of, refuse
 from ..operators.in_trial import InTrial
 from ..operators.planned import OnPlan, Planned
-from ..operators.trials import Trial
+from ..select.autotune import Autotune as Trial
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from ..runtime.domain import OverlapDomain

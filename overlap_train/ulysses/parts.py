@@ -13,8 +13,8 @@ from math import gcd
 
 from ..config import OverlapConfig
 from ..operators.planned import PlannedLinear
-from ..planning.hardware import GEMM_TFLOPS
 from ..protocol.layout import SLOTS
+from ..select.system import H200, System
 from .ahead import Give, Read, Step
 
 _MIB = 1 << 20
@@ -60,10 +60,10 @@ class Part:
         return Step(domain, plan, tags.wgrad, bracket, give, read)
 
 
-def parts_that_hide(rows: int, n: int, k: int) -> int:
+def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
     """The number of parts into which a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another;
     1: it stays whole."""
-    gemm_us = 2 * rows * n * k / (GEMM_TFLOPS * 1e6)
+    gemm_us = 2 * rows * n * k / (system.sustained_tflops * 1e6)
     return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
 
 

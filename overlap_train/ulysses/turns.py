@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..operators.trials import Timed, TimedBracket, Trial
+from ..select.autotune import Autotune as Trial
+from ..select.autotune import Timed, TimedBracket
 from .exchange import Linear
 from .rows import Rows
 

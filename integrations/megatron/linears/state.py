@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.operators.trials import Trial
+from overlap_train.select.autotune import Autotune as Trial
 from overlap_train.planning.plan import Plan
 
 from .main_grad import accumulates

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...operators.plan_book import book_of
-from ...planning.choice import Choice, choose
+from ...select.choose import Choice, choose
 from ...planning.low_latency import serving
 from ...runtime.domain import OverlapDomain
 from ..measure.cases import Case

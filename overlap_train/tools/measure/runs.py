@@ -11,7 +11,7 @@ import torch
 from ...config import OverlapConfig
 from ...operators.start import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...planning.arguments import Request
-from ...planning.choice import Choice, alone
+from ...select.choose import Choice, alone
 from ...planning.engine_plan import EnginePlan, engine_plan
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
 from ...planning.plan import network_of
@@ -108,7 +108,7 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
 
 def tag_of(case: Case, choice: Choice) -> Tag:
     """What peers know the call by."""
-    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.variant.named(choice.method)}")
+    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.how}")
 
 
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
