@@ -24,13 +24,7 @@ from .tiling import (
     PORTABLE,
     TileConfig,
     blocks_together,
-    chunk_count,
-    direct_chunk_count,
-    equal_chunks,
-    network_chunk_count,
-    pays_in_short_chunks,
     portable_tile,
-    products_that_fill,
     tma_reads,
     tma_reads_weight,
 )

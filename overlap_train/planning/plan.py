@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import OverlapConfig
-from .arguments import Request, shapes_of
 from ..select.choose import Choice, alone, choose
 from ..select.method import Method
 from ..select.table import Table
+from .arguments import Request, shapes_of
 from .engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from .low_latency import LOW_LATENCY, flagged_bytes
 from .passes import Pass

@@ -123,8 +123,8 @@ def network_chunk_count(m_shard: int, row_bytes: int, products: int, in_short: b
 
 
 def products_that_fill(m_shard: int, n: int, at_once: int, sms: int) -> int:
-    """Into how many products `at_once` blocks of m_shard rows and n columns can be cut so that the tiles of each fill the SMs of a GPU:
-    one with fewer tiles takes as long as one of so many."""
+    """Into how many products `at_once` blocks of m_shard rows and n columns can be cut so that the tiles of each fill the SMs
+    of a GPU: one with fewer tiles takes as long as one of so many."""
     return at_once * HOPPER_TILE.count(m_shard, n) // sms
 
 

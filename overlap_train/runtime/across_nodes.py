@@ -12,7 +12,6 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.blas import Blas
 from ..gpu.launch import Launcher
 from ..planning.schedule.topology import Topology
-from ..select.sm_budget import SmBudget, in_words
 from ..protocol.layout import Layout
 from ..protocol.node_engine import NodeEngine
 from ..protocol.node_networks import NodeExchangeEngine, NodePutEngine
@@ -20,6 +19,7 @@ from ..protocol.node_streams import NodeStreamEngine
 from ..protocol.node_workspace import NodeWaits, NodeWorkspace
 from ..protocol.watchdog import FaultRecord
 from ..protocol.workspace import Workspace
+from ..select.sm_budget import SmBudget, in_words
 from ..symmetric import SymmetricHeap, open_heap, resolve_provider
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from ..symmetric.gloo import GlooTransport

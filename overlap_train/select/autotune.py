@@ -3,11 +3,11 @@
     call of a linear   1         2        3       4           5       6         ...   tune_steps + 1
     method             untuned   direct   fused   chunked     fused   chunked   ...   the fastest, for all linears of these sizes
 
-The first call runs by the untuned plan, whose backward may have another method than its forward. It is not timed. A CUDA graph that is
-captured meanwhile gets that plan: it has run by then, and is what the graph would have without a run.
+The first call runs by the untuned plan, whose backward may have another method than its forward. It is not timed. A CUDA graph
+that is captured meanwhile gets that plan: it has run by then, and is what the graph would have without a run.
 
-The backward of a call runs by the method of its forward; the two are timed apart. All ranks make the same calls, so all try the same method
-at the same time.
+The backward of a call runs by the method of its forward; the two are timed apart. All ranks make the same calls, so all try the
+same method at the same time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .tiles import on_hopper
 
 # Of a pass by a method, the last ones. The first turns of a job meet a cold allocator and a cold GPU.
 _MOST_SAMPLES = 64
-# Each method, in both directions. Where pipelines have micro-batches in flight, backward comes later than the calls that are counted; where
-# it never comes, after this many times tune_steps the forward alone is decided on.
+# Each method, in both directions. Where pipelines have micro-batches in flight, backward comes later than the calls that are
+# counted; where it never comes, after this many times tune_steps the forward alone is decided on.
 _LEAST_SAMPLES, _PATIENCE = 2, 4
 Mark: TypeAlias = float | torch.cuda.Event
 Times = Mapping[tuple[str, str], float]  # (kind of a pass, name of a method) -> milliseconds
@@ -65,8 +65,8 @@ class Autotune:
     def next_turn(self, name: str) -> int | None:
         """Whose turn it is in this call of a linear, as an index of `methods`; None in its first call: the untuned plan's.
 
-        Each round begins with the next one. Where a forward runs twice, because it is recomputed, backward would otherwise miss every
-        second method.
+        Each round begins with the next one. Where a forward runs twice, because it is recomputed, backward would otherwise miss
+        every second method.
         """
         turns, count = self._calls[name] - 1, len(self.methods)
         self._calls[name] += 1
@@ -86,8 +86,8 @@ class Autotune:
         return all(self._counted[kind, method] >= _LEAST_SAMPLES for kind in kinds for method in self.methods)
 
     def mark(self) -> Mark | None:
-        """The present time; on a GPU an event, recorded when the caller's stream comes to it. None in a CUDA graph, whose events have no
-        time."""
+        """The present time; on a GPU an event, recorded when the caller's stream comes to it. None in a CUDA graph, whose
+        events have no time."""
         if self.device.type != "cuda":
             return time.perf_counter()
         if torch.cuda.is_current_stream_capturing():
@@ -97,7 +97,8 @@ class Autotune:
         return event
 
     def add(self, timed: Timed, begin: Mark) -> None:
-        """Add the time of a pass that has just ended. That of a linear's first call by a method is left out: it may have compiled."""
+        """Add the time of a pass that has just ended. That of a linear's first call by a method is left out: it may have
+        compiled."""
         end, first = self.mark(), timed[:3]
         if first not in self._seen:
             self._seen.add(first)
@@ -148,7 +149,8 @@ def key_of(fprop: Pass, device: torch.device) -> RunKey:
 
 
 def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, ...]:
-    """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the first."""
+    """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
+    first."""
     fits = [name for name in serving(serving(NAMES, fprop), fprop.dgrad) if may_choose(name, nodes)]
     return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
@@ -159,8 +161,8 @@ def is_known(fprop: Pass, table: Table, device: torch.device, nodes: int) -> boo
 
 
 def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: torch.device, nodes: int) -> list[Winner]:
-    """The winner of each pass that has none yet, by choose.fastest. The slowest rank counts. A method that some rank has not timed is left
-    out. Without the default, or with nothing else, none is found."""
+    """The winner of each pass that has none yet, by choose.fastest. The slowest rank counts. A method that some rank has not
+    timed is left out. Without the default, or with nothing else, none is found."""
     found = []
     for pass_ in (fprop, fprop.dgrad):
         ms, default = _slowest(pass_.kind, of_all_ranks), untuned(pass_, device, nodes).method

@@ -19,22 +19,22 @@ from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import copy_us, gemm_us, on_hopper, saves_a_wave
 
-# What two measurements differ by in a burst (SAME), and more, since in a layer the order may change: NCCL won one backward by 2.1 % alone, but
-# in training that backward took 0.61 instead of 0.51 ms.
+# What two measurements differ by in a burst (SAME), and more, since in a layer the order may change: NCCL won one backward by
+# 2.1 % alone, but in training that backward took 0.61 instead of 0.51 ms.
 NOISE = 0.05
-# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host; then methods within twice the
-# noise count as equal, and the one with the least host time wins.
+# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host; then methods within
+# twice the noise count as equal, and the one with the least host time wins.
 _LAUNCHES_THAT_SHOW = 0.5
 # Hosts differ: estimates are for a fast one, and the slowest that was measured needs 1.8 times as long.
 _SLOWER_HOST = 1.5
-# (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output layers, the
-# library is faster in training, which bursts do not show: a step of Llama-3 8B is 1.050 times as fast as Megatron-Core's with `chunked`
-# there, 1.040 with `fused`.
+# (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
+# layers, the library is faster in training, which bursts do not show: a step of Llama-3 8B is 1.050 times as fast as
+# Megatron-Core's with `chunked` there, 1.040 with `fused`.
 _LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
 _COPIES_THAT_SHOW = 0.75
-# A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before the own
-# tiles: at 1.58 it gained 7 %, at 1.41 it cost 2 %.
+# A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
+# the own tiles: at 1.58 it gained 7 %, at 1.41 it cost 2 %.
 _LATE = 1.5
 # Skewed ranks hit the same destination, and stay skewed. Where a column linear's backward gathers and scatters for longer than it
 # multiplies, and longer than this, a barrier first gained 20 %; of shorter copies it gained nothing.
@@ -57,9 +57,9 @@ class Took:
 def fastest(took: Mapping[Method, Took], default: str, noise: float = NOISE) -> Method:
     """The winner. default: the name of the method that wins against those that are as fast.
 
-    Times that differ by no more than `noise` are equal. If launches show in the time of the fastest, methods within twice the noise are
-    equal, and the one with the least host time wins. `collective` wins against equals only as the default. Of one method the plain way
-    stays unless options make it faster by more than table.SAME. A method must have run plainly.
+    Times that differ by no more than `noise` are equal. If launches show in the time of the fastest, methods within twice the
+    noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default. Of one
+    method the plain way stays unless options make it faster by more than table.SAME. A method must have run plainly.
     """
     best = {how.name: _best_way(took, how.name) for how in took if how.is_plain}
     of = {name: took[how] for name, how in best.items()}
@@ -130,8 +130,8 @@ def choose(
 
 
 def winner_of(pass_: Pass, device: torch.device | System, table: Table, nodes: int) -> Winner | None:
-    """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one kind says
-    nothing about the other."""
+    """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
+    kind says nothing about the other."""
     winner = table.find(pass_) if table.nodes == nodes else None
     fits = winner is not None and on_hopper(winner.measured, device) == on_hopper(pass_, device)
     return winner if fits else None
@@ -189,7 +189,8 @@ def with_options(name: str, pass_: Pass, system: System, winner: Winner | None =
     # Rows that share a measurement may have other waves.
     saves = winner.measured != pass_ and measured.splits and saves_a_wave(pass_, system)
     measured = replace(measured, split_reduction=saves or measured.split_reduction)
-    # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier gains.
+    # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
+    # gains.
     by_rule = pass_.kind == SCATTER_AND_WGRAD
     return replace(measured, barrier_first=_collides(pass_, measured, system)) if by_rule else measured
 
@@ -213,8 +214,8 @@ def _is_late(pass_: Pass, system: System) -> bool:
 
 
 def _collides(pass_: Pass, how: Method, system: System) -> bool:
-    """Whether skewed ranks' pushes to several peers would cost time: two rounds of them, longer than the GEMMs, or a gather's whole
-    blocks, which outweigh it."""
+    """Whether skewed ranks' pushes to several peers would cost time: two rounds of them, longer than the GEMMs, or a gather's
+    whole blocks, which outweigh it."""
     if pass_.world <= 2 or not how.pushes:
         return False
     if pass_.kind == GATHER:

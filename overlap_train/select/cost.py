@@ -5,7 +5,8 @@ A pass inside a node takes the longest of these, where G is the GEMM, W the rank
     by compute              G
     by the first chunk      C/N + (1 - 1/W) G            inbound: own rows take G/W, the others follow the copies
     by the last chunk       C + G/N                      inbound: its rows are multiplied when it is there
-                            G/N + C, (1 - 1/W) G + C/N   outbound: the first chunk is multiplied, then all are sent; or the last is sent
+                            G/N + C, (1 - 1/W) G + C/N   outbound: the first chunk is multiplied, then all are sent; or the last
+                            is sent
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _UNFILLED = 2.0
 # Of what an A2A + GEMM receives. Longer sequences come in parts whose blocks lie apart, and `direct` copies them first.
 _MOST_RECEIVED = 80 << 20
 _FP32, _BF16 = 4, 2  # bytes
-# Host work in driver calls: a kernel launch with its preparation, a library GEMM, a collective, a push, what each call has besides.
+# Host work in driver calls: a kernel launch with its preparation, a library GEMM, a collective, a push, what each call has
+# besides.
 _LAUNCH, _MM, _GEMM, _COLLECTIVE, _PUSH, _PUSH_AFTER_TILES, _OTHER = 2, 3, 5, 9, 2, 3, 4
 
 
@@ -86,8 +88,9 @@ def sum_us(system: System, nbytes: float, sms: int = 0) -> float:
 def collective_us(pass_: Pass, system: System, nodes: int = 1) -> float:
     """NCCL's exchange of a pass.
 
-    An all-gather or reduce-scatter across nodes is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how
-    fast. The rings of a node leave it by all NICs of its ranks. An all-to-all sends to far ranks over each rank's own NIC.
+    An all-gather or reduce-scatter across nodes is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link
+    says how fast. The rings of a node leave it by all NICs of its ranks. An all-to-all sends to far ranks over each rank's own
+    NIC.
     """
     world, local, nbytes = pass_.world, pass_.world // nodes, sent_bytes(pass_)
     if world == 1:
@@ -103,8 +106,8 @@ def collective_us(pass_: Pass, system: System, nodes: int = 1) -> float:
 def estimate(pass_: Pass, how: Method, system: System, nodes: int = 1, backward: bool = False) -> Estimate:
     """What a pass takes by a method in a group that spans so many nodes.
 
-    backward: the whole backward of its linear: also the weight gradient, under which a column linear's partial sums leave, and for
-    which it gathers its input again.
+    backward: the whole backward of its linear: also the weight gradient, under which a column linear's partial sums leave, and
+    for which it gathers its input again.
     """
     if nodes > 1:
         return _across_nodes(pass_, how, system, nodes, backward)
@@ -115,8 +118,8 @@ def estimate(pass_: Pass, how: Method, system: System, nodes: int = 1, backward:
 
 
 def _across_nodes(pass_: Pass, how: Method, system: System, nodes: int, backward: bool) -> Estimate:
-    """A pass between nodes: what crosses the network is the slowest of all, or the GEMM is, which leaves some SMs to it. Partial sums
-    cross as sums of a node."""
+    """A pass between nodes: what crosses the network is the slowest of all, or the GEMM is, which leaves some SMs to it.
+    Partial sums cross as sums of a node."""
     one, local = _Work(pass_, how, system), pass_.world // nodes
     block_us, exchanges = one.block_bytes / (system.nic_gbs * 1e3), nodes - 1
     if one.kind in EXCHANGES:
@@ -287,7 +290,8 @@ class _Work:
         speed = 1.0 if served else system.portable
         if rows < tile.block_m:
             one *= _UNFILLED
-        # The rows of each block of a gather read the weight again, since they follow their copies; of others a wave shares what it reads.
+        # The rows of each block of a gather read the weight again, since they follow their copies; of others a wave shares what
+        # it reads.
         lines = tile.count(rows, 1, blocks)
         again = self.kind == GATHER or tiles > system.sms
         reads = min(lines, blocks * -(-tile.count(rows, 1) // tile.group_m)) if again and self.kind != A2A_GEMM else 1
@@ -295,7 +299,8 @@ class _Work:
         return full, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, min(full, one / speed)
 
     def backward_us(self) -> float:
-        """With the weight gradient. A column linear gathers x again beside the GEMM for dx, whose partials leave under the other one."""
+        """With the weight gradient. A column linear gathers x again beside the GEMM for dx, whose partials leave under the
+        other one."""
         p, system, alone = self.pass_, self.system, self.device_us()
         wgrad = library_us(system, p.k, p.n, p.rows) + system.gap_us
         if self.peers == 0:
@@ -339,7 +344,8 @@ class _Work:
         return self._sum() if later else 0.0
 
     def _backward_by_nccl(self, wgrad: float) -> float:
-        """NCCL in a stream of its own: the gather beside the GEMM for dx, the reduce-scatter beside the other. A GEMM beside it is longer."""
+        """NCCL in a stream of its own: the gather beside the GEMM for dx, the reduce-scatter beside the other. A GEMM beside it
+        is longer."""
         nccl, beside = collective_us(self.pass_, self.system) + self.system.gap_us, self.system.nccl_beside
         dgrad = self.gemm_us + self.system.gap_us
         dgrad, wgrad = (us + min(beside * nccl, us * beside / (1 - beside)) for us in (dgrad, wgrad))

@@ -1,8 +1,9 @@
 """One description of a GPU and its links: measured, or from a data sheet. Estimates, plans, MFU and the doctor ask it.
 
-The H200's figures were measured with the benchmarks of this repository. Of other cards a data sheet says what they do at most; what no
-data sheet has is the H200's, in proportion: rates to the peak, copies to NVLink, sums to memory. NCCL's ring reaches 285 of 450 GB/s on
-H200, where copies reach 360: there NCCL is the limit, so on slower links it keeps its speed, up to that of copies.
+The H200's figures were measured with the benchmarks of this repository. Of other cards a data sheet says what they do at most;
+what no data sheet has is the H200's, in proportion: rates to the peak, copies to NVLink, sums to memory. NCCL's ring reaches
+285 of 450 GB/s on H200, where copies reach 360: there NCCL is the limit, so on slower links it keeps its speed, up to that of
+copies.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from ..planning.tiling import Target
 class System(Target):
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
-    source: of its facts. peak_tflops, nvlink_gbs: data sheet. nvlink_lanes: 0: none, or not the same in all machines. gpus_per_node: of
-    usual servers. is_measured: the speeds were measured on this card, and are not in proportion to the H200's.
+    source: of its facts. peak_tflops, nvlink_gbs: data sheet. nvlink_lanes: 0: none, or not the same in all machines.
+    gpus_per_node: of usual servers. is_measured: the speeds were measured on this card, and are not in proportion to the
+    H200's.
     tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
     burst_tflops, sustained_tflops, settle_us: what power allows in a short GEMM, in a long one, and the time between.
     small_tile: speed of 128 x 128 tiles over that of 128 x 256. portable: of our plain Triton kernels over the library's.
@@ -122,7 +124,7 @@ SHEETS = {
     "h100-nvl": _sheet("H100 NVL", (9, 0), 132, 835.5, 3900.0, 300.0, nvlink_lanes=0),
     "h200-nvl": _sheet("H200 NVL", (9, 0), 132, 835.5, 4800.0, 450.0, nvlink_lanes=0),
     "h800": replace(_H100, source=_H100.source + _IN_DITRON, nvlink_gbs=200.0, nvlink_lanes=8),
-    "h20": Sheet("figures that resellers of the H20 publish" + _IN_DITRON, (9, 0), 78, 148.0, 4000.0, 450.0, 25.0, power_limited=False),
+    "h20": Sheet("resellers of the H20" + _IN_DITRON, (9, 0), 78, 148.0, 4000.0, 450.0, 25.0, power_limited=False),
     "b200": _sheet("DGX B200", (10, 0), 148, 2250.0, 8000.0, 900.0),
     "gb200": _sheet("GB200 NVL72", (10, 0), 148, 2500.0, 8000.0, 900.0),
 }  # fmt: skip

@@ -1,14 +1,16 @@
-"""The tuning table: measured winners, in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its ranks.
+"""The tuning table: measured winners, in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its
+ranks.
 
-A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`, but for those of LEFT_OUT that have the value there. Each winner
-has the pass that was measured (kind, dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by field, with its `ms`.
+A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`, but for those of LEFT_OUT that have the value
+there. Each winner has the pass that was measured (kind, dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by
+field, with its `ms`.
 
-A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the same file at once
-both leave a whole file; the later one may leave out what the earlier one has just added.
+A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the same
+file at once both leave a whole file; the later one may leave out what the earlier one has just added.
 
-In the key is what changes the answer, and is known before anything is sent. Not in it: the provider of symmetric memory (engines send by the
-same copies and stores); the number of hardware queues inside one node; what the network carries, which is measured only where nodes are
-connected, after the table is read.
+In the key is what changes the answer, and is known before anything is sent. Not in it: the provider of symmetric memory
+(engines send by the same copies and stores); the number of hardware queues inside one node; what the network carries, which is
+measured only where nodes are connected, after the table is read.
 """
 
 from __future__ import annotations
@@ -119,8 +121,8 @@ def _driver_version() -> str:
 class Winner:
     """How all passes of a bucket are to run.
 
-    how: the method that won, with its options. ms: of each Method that ran, for the pass that was measured. An autotune run has one time of
-    each method, in the options that the rules give it, under its plain Method.
+    how: the method that won, with its options. ms: of each Method that ran, for the pass that was measured. An autotune run has
+    one time of each method, in the options that the rules give it, under its plain Method.
     """
 
     measured: Pass
@@ -133,8 +135,8 @@ class Winner:
 
 
 def quickest_way(times: Mapping[Method, float], name: str) -> Method | None:
-    """The fastest way in which a method ran, which the plain one is unless another is faster by more than SAME; None where fewer than two
-    were measured, or the plain one was not."""
+    """The fastest way in which a method ran, which the plain one is unless another is faster by more than SAME; None where
+    fewer than two were measured, or the plain one was not."""
     ways = {how: time for how, time in times.items() if how.name == name}
     plain = Method(name)
     if len(ways) < 2 or plain not in ways:

@@ -3,7 +3,8 @@
 GEMM + RS, rows, columns, on two GPUs    tiles of the peer, own    waves of 132
 4100, 4096                               272, 272                  four, and one of halves
   split reduction                        528, some of them of both four
-2048, 5120                               160, 160                  two, and one of halves. The peer's tiles end in the second, beside
+2048, 5120                               160, 160                  two, and one of halves. The peer's tiles end in the second,
+beside
                                                                    104 own ones, which wait there for the peer's partial sums
 """
 
@@ -61,8 +62,8 @@ def scatters_on_hopper(pass_: Pass, system: System) -> bool:
 def saves_a_wave(pass_: Pass, system: System) -> bool:
     """Whether a scatter takes half a wave of tiles less, or more, and less time, with a split reduction.
 
-    Own tiles that add the peers' partials have no rows of peers (schedule/order.py: units_in_run). So 4100 rows of 4096 columns on two
-    GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four: 332 us instead of 386.
+    Own tiles that add the peers' partials have no rows of peers (schedule/order.py: units_in_run). So 4100 rows of 4096 columns
+    on two GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four: 332 us instead of 386.
     """
     if not scatters_on_hopper(pass_, system):
         return False
@@ -82,8 +83,8 @@ def strips_to_spare(pass_: Pass, system: System, splits: bool = False) -> int:
     splits: the reduction.
 
     None in a gather: strips of all ranks are in one row of tiles, and 4100 rows on two GPUs would take 4.5 waves instead of 4.
-    None where it may cost the wave that a split reduction saves. None by portable kernels, whose tiles do not cross from one chunk into
-    the next.
+    None where it may cost the wave that a split reduction saves. None by portable kernels, whose tiles do not cross from one
+    chunk into the next.
     """
     keeps_a_wave = splits and saves_a_wave(pass_, system)
     return int(pass_.kind != GATHER and on_hopper(pass_, system) and not keeps_a_wave)

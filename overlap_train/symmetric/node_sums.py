@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..select.sm_budget import node_sum_gbs
 from ..planning.schedule.topology import Topology
+from ..select.sm_budget import node_sum_gbs
 from .agreement import Agreement, say_on_rank_0
 from .bursts import fastest_s, seconds
 

@@ -15,11 +15,11 @@ from ..config import OverlapConfig
 from ..operators.call_plan import plan_of, refuse
 from ..operators.in_trial import InTrial
 from ..operators.planned import OnPlan, Planned
-from ..select.autotune import Autotune as Trial
 from ..planning.heads import AttentionHeads
 from ..planning.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from ..runtime.domain import OverlapDomain
 from ..runtime.registry import domain_of
+from ..select.autotune import Autotune as Trial
 from .arguments import weight_error
 from .exchange import Linear
 from .parts import Part, cut_exchange

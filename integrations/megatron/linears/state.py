@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from overlap_train import OverlapConfig
-from overlap_train.select.autotune import Autotune as Trial
 from overlap_train.planning.plan import Plan
+from overlap_train.select.autotune import Autotune as Trial
 
 from .main_grad import accumulates
 

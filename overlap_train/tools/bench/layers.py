@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ...linear import all_gather_linear, linear_reduce_scatter
-from ...select import table
 from ...runtime.graph import forget_graphs, graphed
+from ...select import table
 from ..measure.check import Reference
 from ..measure.results import Row
 from ..measure.runs import Session, Settings

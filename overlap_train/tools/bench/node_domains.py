@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ...operators.plan_book import book_of
-from ...select.choose import Choice, choose
 from ...planning.low_latency import serving
 from ...runtime.domain import OverlapDomain
+from ...select.choose import Choice, choose
 from ..measure.cases import Case
 from ..measure.pretended import pretends
 from ..measure.runs import Session

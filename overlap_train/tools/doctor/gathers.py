@@ -14,11 +14,11 @@ import torch
 from ... import check as check_timeouts
 from ...operators.start import start_gather
 from ...planning.arguments import Request
-from ...select.choose import Choice
-from ...select.method import CHUNK_COUNTS, Method
 from ...protocol.tags import Tag
 from ...runtime.domain import OverlapDomain
 from ...runtime.prepare import prepare
+from ...select.choose import Choice
+from ...select.method import CHUNK_COUNTS, Method
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import plan_of

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...select.method import NAMES, Method
 from ...operators.portable import is_interpreted
 from ...runtime.registry import domain_of
+from ...select.method import NAMES, Method
 from .runs import Session
 
 

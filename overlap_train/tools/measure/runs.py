@@ -11,7 +11,6 @@ import torch
 from ...config import OverlapConfig
 from ...operators.start import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...planning.arguments import Request
-from ...select.choose import Choice, alone
 from ...planning.engine_plan import EnginePlan, engine_plan
 from ...planning.low_latency import MOST_BYTES, flagged_bytes
 from ...planning.plan import network_of
@@ -21,6 +20,7 @@ from ...runtime.domain import OverlapDomain
 from ...runtime.prepare import prepare
 from ...runtime.registry import check as check_timeouts
 from ...runtime.registry import domain_of
+from ...select.choose import Choice, alone
 from .cases import Case
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import Operands, make_operands

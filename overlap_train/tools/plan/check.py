@@ -58,7 +58,7 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
             found += of_rows(folder.name, rows, on)
     if not found:
         raise ValueError(
-            f"--check {folder}: there is no row of operators.json or layers.json that can be estimated; name a folder that bench wrote"
+            f"--check {folder}: no row of operators.json or layers.json there can be estimated; name a folder that bench wrote"
         )
     return found
 
@@ -73,11 +73,12 @@ def _record(path: Path) -> tuple[list[Row], str]:
 
 
 def _operators(record: str, rows: list[Row], system: System) -> list[Compared]:
-    """Rows of `bench operators`, and of `bench hierarchical` with the network of the record. Each half of the work once a shape."""
+    """Rows of `bench operators`, and of `bench hierarchical` with the network of the record. Each half of the work once a
+    shape."""
     found, seen = [], set()
-    nodes = rows[0].get("nodes", 1)
+    nodes = rows[0].get("nodes", 2 if "network_sms" in rows[0] else 1)
     if nodes > 1:
-        system = replace(system, nic_gbs=max(_network_gbs(row) for row in rows))
+        system = replace(system, nic_gbs=max(_network_gbs(row, nodes) for row in rows))
     for row in rows:
         case, p = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}", _pass_of(row)
         us = {row["method"]: (_by(row["method"], p, system, nodes).us, row["ms"])}
@@ -98,9 +99,9 @@ def _pass_of(row: Row) -> Pass:
     return case.planned(row["world"], getattr(torch, row["dtype"]))
 
 
-def _network_gbs(row: Row) -> float:
+def _network_gbs(row: Row, nodes: int) -> float:
     """What NCCL alone carried between nodes. With several ranks in a node its rings cross once for all of them."""
-    p, nodes = _pass_of(row), row["nodes"]
+    p = _pass_of(row)
     far = p.world - p.world // nodes if p.kind in EXCHANGES else (p.world - 1) / (p.world // nodes)
     return p.m // p.world * far * p.row_features * p.dtype.itemsize / row["comm_ms"] / 1e6
 

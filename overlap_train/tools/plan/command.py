@@ -19,8 +19,8 @@ from .prediction import BACKWARD, COLLECTIVE, FORWARD, METHODS, Prediction, Sum,
 _DEFAULT = "h200"  # which was measured
 _ABOUT = "Says what overlap brings on a machine that need not be here, by an estimate. Nothing is run on a GPU."
 _GAIN = (
-    "gain: of these linears over collective, which is NCCL and cuBLAS without overlap. A whole step gains less: attention, norms\n"
-    "and optimizer take as long as before."
+    "gain: of these linears over collective, which is NCCL and cuBLAS without overlap. A whole step gains less: attention,\n"
+    "norms and optimizer take as long as before."
 )
 _SPANS = (1, 2, 4, 8)  # ranks of one node
 
@@ -105,13 +105,13 @@ def _strategy(asked: Asked, system: System) -> Strategy:
 
 
 def _spans(system: System, strategy: Strategy, model: Model) -> dict[Strategy, Sum]:
-    """What a layer takes by other numbers of ranks, of Ulysses where this strategy has no tensor parallelism, that the model allows:
-    inside a node, then across these nodes with as many ranks in each as here."""
+    """What a layer takes by other numbers of ranks, of Ulysses where this strategy has no tensor parallelism, that the model
+    allows: inside a node, then across these nodes with as many ranks in each as here."""
     axis = "cp" if strategy.tp == 1 and strategy.cp > 1 else "tp"
     other = strategy.ranks // getattr(strategy, axis)
-    wanted = dict.fromkeys([*(replace(strategy, **{axis: n}, nodes=1) for n in _SPANS if n * other <= system.gpus_per_node), strategy])  # type: ignore[arg-type]  # fmt: skip
+    inside = [replace(strategy, **{axis: n}, nodes=1) for n in _SPANS if n * other <= system.gpus_per_node]
     found = {}
-    for span in wanted:
+    for span in dict.fromkeys([*inside, strategy]):
         try:
             found[span] = total(in_layer(predict(system, span, model)))
         except ValueError:
@@ -167,7 +167,8 @@ def _spans_table(spans: dict[Strategy, Sum]) -> list[str]:
     rows = [
         (
             str(span.tp), str(span.cp), str(span.nodes),
-            *map(_ms, (s.gemm_us, s.nccl_us, s.without_us, s.ours_us, s.exposed_us)), f"{s.gain:.2f}", _ms(span.ranks * s.ours_us),
+            *map(_ms, (s.gemm_us, s.nccl_us, s.without_us, s.ours_us, s.exposed_us)), f"{s.gain:.2f}", _ms(span.ranks *
+            s.ours_us),
         )
         for span, s in spans.items()
     ]  # fmt: skip

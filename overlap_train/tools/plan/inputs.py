@@ -20,8 +20,8 @@ _VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does. nodes: that the
-    ranks of one copy of the model are on, as many on each; tensor-parallel ranks follow each other."""
+    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does. nodes: that
+    the ranks of one copy of the model are on, as many on each; tensor-parallel ranks follow each other."""
 
     tp: int = 4
     seq: int = 8192
@@ -107,8 +107,8 @@ def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> 
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as failure:
         fields = ", ".join(kind.__dataclass_fields__)
         raise ValueError(
-            f"--{what} {path}: {type(failure).__name__}: {failure}; it must be a JSON object with the keys {fields}, or based_on (one of "
-            f"{', '.join(named)}) and those that differ"
+            f"--{what} {path}: {type(failure).__name__}: {failure}; it must be a JSON object with the keys {fields}, or based_on "
+            f"(one of {', '.join(named)}) and those that differ"
         ) from failure
 
 

@@ -24,7 +24,8 @@ COLLECTIVE = "collective"
 
 @dataclass(frozen=True)
 class Prediction:
-    """One pass of one linear. m, n, k: of one rank's GEMM. gemm_us, nccl_us: each half of the work alone. chosen: what `auto` takes."""
+    """One pass of one linear. m, n, k: of one rank's GEMM. gemm_us, nccl_us: each half of the work alone. chosen: what `auto`
+    takes."""
 
     linear: str
     direction: str
@@ -44,8 +45,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of several passes, in microseconds: without overlap, and by what was chosen. The host counts where it takes longer than the
-    GPU in all of them together."""
+    """The sum of several passes, in microseconds: without overlap, and by what was chosen. The host counts where it takes
+    longer than the GPU in all of them together."""
 
     gemm_us: float
     nccl_us: float
@@ -70,8 +71,8 @@ def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction
 
 
 def first_pass(linear: Linear, strategy: Strategy) -> Pass:
-    """What one rank multiplies in the forward pass. With Ulysses all linears have a part of the rows; where weights are whole, its
-    projections are operators of its group."""
+    """What one rank multiplies in the forward pass. With Ulysses all linears have a part of the rows; where weights are whole,
+    its projections are operators of its group."""
     s, dtype = strategy, torch.bfloat16
     if s.cp > 1 and s.tp == 1 and linear.name in EXCHANGED:
         return Pass(GEMM_A2A if linear.is_column else A2A_GEMM, s.rows, linear.n, linear.k, dtype, s.cp)
@@ -100,7 +101,8 @@ def _predict(system: System, strategy: Strategy, linear: Linear, is_backward: bo
 
 
 def _beside_ulysses(system: System, strategy: Strategy, linear: Linear, over_tp: Prediction) -> Prediction:
-    """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart across nodes."""
+    """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart
+    across nodes."""
     s, features = strategy, linear.n if linear.is_column else linear.k
     exchange = Pass(A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
     nccl_us = collective_us(exchange, system, s.cp_nodes)
