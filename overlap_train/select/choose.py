@@ -31,6 +31,8 @@ _SLOWER_HOST = 1.5
 # layers, the library is faster in training, which bursts do not show: a step of Llama-3 8B is 1.050 times as fast as
 # Megatron-Core's with `chunked` there, 1.040 with `fused`.
 _LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
+# With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product.
+_FEW_ROWS = 1024
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
 _COPIES_THAT_SHOW = 0.75
 # A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
@@ -138,7 +140,8 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table, nodes: i
 
 
 def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choice:
-    """What `auto` takes where nothing was measured: `fused`, unless another method is estimated to be faster."""
+    """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
+    estimated to be faster."""
     system = System.of(device)
     if system.type != "cuda":
         return Choice(Method("chunked"), f"auto: not tuned: CPU tensors{' on several nodes' * (nodes > 1)}")
@@ -146,7 +149,8 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
         # Kernels of ours were measured on Hopper only.
         names, default, why = ("chunked", "collective"), "chunked", "no Hopper kernel for this GPU, dtype or shape; "
     else:
-        names, default, why = NAMES, "chunked" if _is_narrow(pass_, system) else "fused", ""
+        usual = "direct" if pass_.m <= _FEW_ROWS and nodes == 1 else "fused"
+        names, default, why = NAMES, "chunked" if _is_narrow(pass_, system) else usual, ""
     fits = [name for name in serving(names, pass_) if may_choose(name, nodes)]
     took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
     how = fastest(took, default)

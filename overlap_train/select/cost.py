@@ -34,7 +34,7 @@ _MOST_RECEIVED = 80 << 20
 _FP32, _BF16 = 4, 2  # bytes
 # Host work in driver calls: a kernel launch with its preparation, a library GEMM, a collective, a push, what each call has
 # besides.
-_LAUNCH, _MM, _GEMM, _COLLECTIVE, _PUSH, _PUSH_AFTER_TILES, _OTHER = 2, 3, 5, 9, 2, 3, 4
+_LAUNCH, _MM, _GEMM, _COLLECTIVE, _PUSH, _PUSH_AFTER_TILES, _OTHER = 2, 2, 5, 9, 2, 3, 4
 
 
 @dataclass(frozen=True)
