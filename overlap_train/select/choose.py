@@ -145,15 +145,13 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
     system = System.of(device)
     if system.type != "cuda":
         return Choice(Method("chunked"), f"auto: not tuned: CPU tensors{' on several nodes' * (nodes > 1)}")
-    if not on_hopper(pass_, system):
-        # Kernels of ours were measured on Hopper only.
-        names, default, why = ("chunked", "collective"), "chunked", "no Hopper kernel for this GPU, dtype or shape; "
-    else:
-        usual = "direct" if pass_.m <= _FEW_ROWS and nodes == 1 else "fused"
-        names, default, why = NAMES, "chunked" if _is_narrow(pass_, system) else usual, ""
+    served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only
+    names = [name for name in NAMES if served or not Method(name).multiplies]
     fits = [name for name in serving(names, pass_) if may_choose(name, nodes)]
     took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
-    how = fastest(took, default)
+    few = pass_.m <= _FEW_ROWS and nodes == 1
+    how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
+    why = "" if served else "no Hopper kernel for this GPU, dtype or shape; "
     by_nccl = took[Method("collective")].us
     return Choice(how, f"auto: not tuned: {why}estimated {took[how].us / 1e3:.3g} ms, {by_nccl / 1e3:.3g} by NCCL")
 

@@ -24,8 +24,8 @@ from .tiles import chunks_of, on_hopper, sent_bytes
 
 # Output tiles that a library chooses from: 128 x 256 and the like, and 128 x 128 where larger ones leave SMs idle.
 _LARGE_TILES, _SMALL_TILE = ((128, 256), (256, 128)), (128, 128)
-# The low-latency kernel beside its stores: claims, the way to the peers, the poll that sees the words, the last CTA's exit.
-_LOW_LATENCY_US = 6.0
+# Beside stores to peers: the way there, and the poll that sees them.
+_WAY_US = 6.0
 _BARRIER_US = 10.0
 # How many times as long a tile takes whose rows are of several ranks that have fewer than it has.
 _UNFILLED = 2.0
@@ -186,7 +186,7 @@ class _Work:
             return collective_us(self.pass_, system) + self.gemm_us + 2 * system.gap_us + self.put_together()
         if name == "low_latency":
             nbytes = sent_bytes(self.pass_)
-            return _LOW_LATENCY_US + 2 * nbytes / (system.store_gbs * 1e3) + self.gemm_us + 2 * system.gap_us
+            return _WAY_US + 2 * nbytes / (system.store_gbs * 1e3) + self.gemm_us + 2 * system.gap_us
         if name == "chunked":
             return self._by_library()
         return self._by_tiles()
@@ -268,7 +268,7 @@ class _Work:
                 if self.kind == A2A_GEMM and self.pass_.world * self.block_bytes > _MOST_RECEIVED
                 else 0.0
             )
-            return start + apart + max(full, allowed, stores + last_part)
+            return start + apart + max(full, allowed, stores + _WAY_US + last_part)
         held = (1 - 1 / world) * full / tile * system.peer_tile_us
         wire = nbytes / (system.tile_store_gbs * 1e3)
         add = sum_us(system, self.peers * self.block_bytes) if self.kind == SCATTER else self._sum()
@@ -316,7 +316,7 @@ class _Work:
         if self.how.name == "collective":
             return self._backward_by_nccl(wgrad) if self.kind == SCATTER else alone + wgrad
         if self.how.name == "low_latency":
-            return alone + wgrad + _LOW_LATENCY_US + 2 * sent_bytes(p) / (system.store_gbs * 1e3)
+            return alone + wgrad + _WAY_US + 2 * sent_bytes(p) / (system.store_gbs * 1e3)
         again = self.peers * self.push_us(1)  # which leave first
         own = sum_us(system, 2 * self.block_bytes) + system.wait_us + system.gap_us
         start = system.gap_us + system.wait_us

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-NAMES = ("fused", "direct", "low_latency", "chunked", "collective")
+from ..config import METHODS
+
+NAMES = METHODS[1:]  # without auto
 CHUNK_COUNTS = (1, 2, 4, 8)  # of a block; a slot has signals for eight
 
 

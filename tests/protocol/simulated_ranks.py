@@ -167,7 +167,7 @@ class SimulatedDomain:
         planning, config = core("planning.plan"), core("config").OverlapConfig(method=method, **settings)
         topology = self.topology
         plan = planning.make_plan(
-            getattr(core("planning.spec"), spec), config, core("planning.table").UNTUNED, topology, x, w
+            getattr(core("planning.spec"), spec), config, core("select.table").UNTUNED, topology, x, w
         )
         if variant is None:
             return plan

@@ -30,8 +30,8 @@ from overlap_train import (
     shutdown,
 )
 from overlap_train.operators.node_processes import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
-from overlap_train.planning import choice
-from overlap_train.planning.variants import Variant
+from overlap_train.planning import engine_plan
+from overlap_train.planning.tiling import equal_chunks
 from overlap_train.protocol.node_engine import Later, NodeEngine
 from overlap_train.protocol.node_workspace import NodeWaits
 from overlap_train.protocol.tags import Tag
@@ -70,7 +70,7 @@ def test_every_shape(world: int, node_ranks: int) -> None:
 def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str) -> list[int]:
     """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
     case, counts = case_of(node_ranks, method), []
-    with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):
+    with mock.patch.object(engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
         for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
                 OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))

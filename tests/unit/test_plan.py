@@ -15,15 +15,13 @@ from overlap_train import OverlapConfig
 from overlap_train.planning import tiling
 from overlap_train.planning.arguments import all_gather_error, reduce_scatter_error
 from overlap_train.planning.cache import BoundedCache
-from overlap_train.planning.choice import Choice, choose
-from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, chunks_of, engine_plan, sent_again
+from overlap_train.planning.engine_plan import EnginePlan, NodeNetwork, engine_plan, sent_again
 from overlap_train.planning.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.planning.plan import Plan, barrier_first, make_plan
 from overlap_train.planning.refusals import why_not
 from overlap_train.planning.schedule.kinds import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER
-from overlap_train.planning.table import UNTUNED, Table, Winner
 from overlap_train.planning.tiling import (
     HOPPER,
     LIBRARY,
@@ -35,11 +33,15 @@ from overlap_train.planning.tiling import (
     pays_in_short_chunks,
     products_that_fill,
 )
-from overlap_train.planning.variants import Variant
 from overlap_train.protocol.layout import BARRIER, SLOTS, Layout
+from overlap_train.select.choose import Choice, choose
+from overlap_train.select.method import Method
+from overlap_train.select.system import SYSTEMS
+from overlap_train.select.table import UNTUNED, Table, Winner
+from overlap_train.select.tiles import chunks_of
 from tests.linear_cases import cut_into
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), SYSTEMS["h200"]  # stands where a device stands
 BF16 = torch.bfloat16
 
 
@@ -57,7 +59,7 @@ def engine(
     """The plan of one pass on a GPU. w: the weight, else one of [n, k]."""
     w = torch.empty(8, 8, dtype=BF16) if w is None else w
     return engine_plan(
-        Choice(method, "asked for", Variant(**how)),
+        Choice(Method(method, **how), "asked for"),
         Pass(kind, m, n, k, BF16, world),
         Topology(1, world, 0),
         GPU,
@@ -329,7 +331,8 @@ def test_when_a_backward_starts_with_a_barrier_which_its_reason_then_says() -> N
     assert not barrier_first(plan(), gathers=False), "a frozen weight"
     fprop = Pass(GATHER, 8192, 1536, 4096, BF16, 4)
     by_nccl = {
-        won.measured.bucket: won for won in (Winner(fprop, "collective", {}), Winner(fprop.dgrad, "chunked", {}))
+        won.measured.bucket: won
+        for won in (Winner(fprop, Method("collective"), {}), Winner(fprop.dgrad, Method("chunked"), {}))
     }
     for other in (plan(gathered_input="keep"), plan(Table(by_nccl), method="auto")):
         assert other.dgrad.method == "chunked" and not barrier_first(other, gathers=True), "only pushes collide"
@@ -339,7 +342,9 @@ def test_when_a_backward_starts_with_a_barrier_which_its_reason_then_says() -> N
 def test_a_backward_that_sends_nothing_again_goes_by_its_own_variant() -> None:
     plan = plan_on_cpu(LINEAR_REDUCE_SCATTER)
     assert not barrier_first(plan, gathers=False)
-    assert barrier_first(replace(plan, dgrad=replace(plan.dgrad, variant=Variant(barrier_first=True))), gathers=False)
+    assert barrier_first(
+        replace(plan, dgrad=replace(plan.dgrad, variant=Method("fused", barrier_first=True))), gathers=False
+    )
 
 
 def test_kernels_run_on_cpus_in_the_interpreter_only() -> None:

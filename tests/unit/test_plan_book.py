@@ -18,7 +18,7 @@ from overlap_train.planning.cache import BoundedCache
 from overlap_train.planning.plan import make_plan
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from overlap_train.planning.table import UNTUNED
+from overlap_train.select.table import UNTUNED
 
 X, W, BIAS = torch.empty(4, 8), torch.empty(6, 8), torch.empty(6)
 CONFIG = OverlapConfig(method="chunked")

@@ -14,7 +14,7 @@ from overlap_train.planning.schedule.kinds import GEMM_A2A, SCATTER
 from overlap_train.planning.schedule.order import chunks_after_own, chunks_by_rows
 from overlap_train.planning.schedule.topology import Topology
 from overlap_train.planning.schedule.turns import EXCHANGE, FAR, NEAR, exchanges_ahead, exchanges_before_wgrad, leaving
-from overlap_train.planning.variants import CHUNK_COUNTS
+from overlap_train.select.method import CHUNK_COUNTS
 
 SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
 RATIOS = [0.5 + step / 20 for step in range(31)]  # products over network

@@ -12,9 +12,9 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.planning.sm_budget import SmBudget
 from overlap_train.protocol.node_streams import NodeStreamEngine
 from overlap_train.runtime.domain import OverlapDomain
+from overlap_train.select.sm_budget import SmBudget
 from overlap_train.symmetric import bursts, wire
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 
