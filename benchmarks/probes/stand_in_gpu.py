@@ -25,16 +25,16 @@ from overlap_train.gpu.launch import Launcher
 from overlap_train.operators import settled
 from overlap_train.planning.schedule.crossings import Crossing
 from overlap_train.planning.schedule.topology import Topology
-from overlap_train.select.table import UNTUNED
-from overlap_train.planning.tiling import Target
 from overlap_train.protocol.copy_stream import StreamCopyEngine
 from overlap_train.protocol.node_networks import NodeExchangeEngine
 from overlap_train.runtime import domain
 from overlap_train.runtime.across_nodes import AcrossNodes
+from overlap_train.select.system import SYSTEMS
+from overlap_train.select.table import UNTUNED
 from overlap_train.symmetric.inter_node import Piece
 from overlap_train.symmetric.topology import Nodes
 
-HOPPER, SMS = Target((9, 0)), 132
+HOPPER, SMS = SYSTEMS["h200"], 132
 
 
 class IdleDriver(CudaDriver):

@@ -52,7 +52,8 @@ class Estimate:
 
 def power_us(system: System, flops: float) -> float:
     """What power allows for a GEMM of so many operations: the rate falls from burst_tflops to sustained_tflops."""
-    work, us = flops * 1e-6, flops * 1e-6 / system.burst_tflops
+    work = max(1.0, flops * 1e-6)
+    us = work / system.burst_tflops
     for _ in range(8):  # the rate depends on the time, and the time on the rate
         settled = system.settle_us / us * -math.expm1(-us / system.settle_us)
         us = work / (system.sustained_tflops + (system.burst_tflops - system.sustained_tflops) * settled)
@@ -177,19 +178,33 @@ class _Work:
         """The whole GEMM by the library."""
         return library_us(self.system, self.pass_.rows, self.pass_.n, self.pass_.k)
 
-    def device_us(self) -> float:
-        """Alone, with nothing after it."""
-        system, name = self.system, self.how.name
-        if self.peers == 0:
-            return self.gemm_us + system.gap_us
-        if name == "collective":
-            return collective_us(self.pass_, system) + self.gemm_us + 2 * system.gap_us + self.put_together()
-        if name == "low_latency":
-            nbytes = sent_bytes(self.pass_)
-            return _WAY_US + 2 * nbytes / (system.store_gbs * 1e3) + self.gemm_us + 2 * system.gap_us
-        if name == "chunked":
-            return self._by_library()
-        return self._by_tiles()
+    @property
+    def start_us(self) -> float:
+        """The kernel that advances the epoch, before copies."""
+        return self.system.gap_us + self.system.wait_us
+
+    @property
+    def words_us(self) -> float:
+        """The low-latency protocol, which sends a flag with every 4 bytes."""
+        return _WAY_US + 2 * sent_bytes(self.pass_) / (self.system.store_gbs * 1e3)
+
+    @property
+    def add_us(self) -> float:
+        """Own tiles of a scatter that add the peers' partials."""
+        return sum_us(self.system, self.peers * self.block_bytes)
+
+    @property
+    def finish_us(self) -> float:
+        """What may follow after all that the caller does meanwhile: a kernel that adds partial sums, or takes blocks out of the
+        slot."""
+        if self.kind == SCATTER and self.how.name != "chunked" and not self.how.split_reduction:
+            return 0.0
+        blocks = self.pass_.world + 1 if self.kind == SCATTER else 2 * self.peers
+        return sum_us(self.system, blocks * self.block_bytes) + 2 * self.system.gap_us + self.system.wait_us
+
+    def push_us(self, chunks: int) -> float:
+        """One of `chunks` of a block, by the copy engine."""
+        return self.block_bytes / chunks / (self.system.copy_gbs * 1e3) + self.system.push_us
 
     def put_together(self) -> float:
         """torch's copy of the blocks of an all-to-all: columns rank after rank before NCCL sends them, or what it has brought."""
@@ -198,150 +213,116 @@ class _Work:
         nbytes = 2 * self.pass_.world * self.block_bytes
         return nbytes / (self.system.memory_gbs * self.system.torch_copy * 1e3) + self.system.gap_us
 
-    def _sum(self) -> float:
-        """What follows a scatter's last partial: reading all, writing the total; of an all-to-all the way out of the slot."""
-        blocks = self.pass_.world + 1 if self.kind == SCATTER else 2 * self.peers
-        return (
-            sum_us(self.system, blocks * self.block_bytes)
-            + self.system.gap_us
-            + self.system.wait_us
-            + self.system.gap_us
-        )
+    def device_us(self) -> float:
+        """Alone, with nothing after it."""
+        gap, name = self.system.gap_us, self.how.name
+        if self.peers == 0:
+            return self.gemm_us + gap
+        if name == "collective":
+            return collective_us(self.pass_, self.system) + self.gemm_us + 2 * gap + self.put_together()
+        if name == "low_latency":
+            return self.words_us + self.gemm_us + 2 * gap
+        by = {"chunked": self._chunked_us, "fused": self._fused_us, "direct": self._direct_us}[name]
+        return by() + (0.0 if self.kind in INBOUND else self.finish_us)
 
-    def push_us(self, chunks: int) -> float:
-        """One of `chunks` of a block, by the copy engine."""
-        return self.block_bytes / chunks / (self.system.copy_gbs * 1e3) + self.system.push_us
-
-    def _by_library(self) -> float:
-        """chunked: a GEMM for each block."""
-        p, system, one = self.pass_, self.system, self.push_us(1)
-        world, start = p.world, system.gap_us + system.wait_us
-        if self.kind == A2A_GEMM:
+    def _chunked_us(self) -> float:
+        """A GEMM by the library for each block."""
+        p, system, one, after = self.pass_, self.system, self.push_us(1), 0.0
+        world, gap = p.world, system.gap_us
+        if self.kind == A2A_GEMM:  # each adds to the sum, in fp32
             gemm = library_us(system, p.rows, p.n, p.k // world, world)
-            add = sum_us(system, (2 * _FP32 - _BF16) * p.rows * p.n)  # the sum, in fp32
-            after = sum_us(system, (_FP32 + _BF16) * p.rows * p.n) + system.gap_us
+            gemm, own = gemm + sum_us(system, (2 * _FP32 - _BF16) * p.rows * p.n), gemm
+            after = sum_us(system, (_FP32 + _BF16) * p.rows * p.n) + gap
         else:
-            columns = p.n // world if self.kind == GEMM_A2A else p.n
-            gemm, add, after = library_us(system, p.m // world, columns, p.k, world), 0.0, 0.0
-        gap = system.gap_us
+            own = gemm = library_us(
+                system, max(1, p.m // world), p.n // (world if self.kind == GEMM_A2A else 1), p.k, world
+            )
         if self.kind in INBOUND:
-            step = gemm + add + 2 * gap + system.wait_us
-            first, last = one + self.peers * step, self.peers * one + step
-            return start + max(gemm + gap + self.peers * step, first, last) + after
+            step = gemm + 2 * gap + system.wait_us
+            waits = max(own + gap + self.peers * step, one + self.peers * step, self.peers * one + step)
+            return self.start_us + waits + after
         step = gemm + gap
-        return start + max(world * step, step + self.peers * one, self.peers * step + one) + self._sum()
+        return self.start_us + max(world * step, step + self.peers * one, self.peers * step + one)
 
-    def _by_tiles(self) -> float:
-        """fused and direct: one kernel."""
-        system, world = self.system, self.pass_.world
-        full, allowed, tile = self._tiled(self.chunks)
-        count = self.peers * self.chunks
-        last_part = max(tile, full / (world * self.chunks))
-        if self.how.name == "direct":
-            return self._stored(full, allowed, tile)
-        one, start = self.push_us(self.chunks), system.gap_us + system.wait_us + system.ramp_us
+    def _fused_us(self) -> float:
+        """One kernel, beside copies of chunks."""
+        tiles, world, chunks, one = self._tiled(), self.pass_.world, self.chunks, self.push_us(self.chunks)
+        count, full = self.peers * chunks, tiles.full
+        start, least = self.start_us + self.system.ramp_us, max(full, tiles.allowed)
         if self.kind == GATHER:
-            first, last = one + (1 - 1 / world) * full, count * one + last_part
-            return start + max(full, allowed, first, last)
+            last = count * one + max(tiles.one, full / (world * chunks))
+            return start + max(least, one + (1 - 1 / world) * full, last)
         if self.kind == A2A_GEMM:  # each tile needs a chunk of every peer
-            per = full / self.chunks
-            first, last = self.peers * one + full - per / world, count * one + per * (1 - 1 / world)
-            return start + max(full, allowed, first, last)
+            per = full / chunks
+            return start + max(least, self.peers * one + full - per / world, count * one + per * (1 - 1 / world))
         peers_us = (1 - 1 / world) * full
         arrived = max(peers_us / count + count * one, peers_us + one)
-        if self.kind == GEMM_A2A:
-            return start + max(full, allowed, arrived) + self._sum()
-        add = sum_us(system, self.peers * self.block_bytes)
-        if self.how.split_reduction:
-            return start + max(full, allowed, arrived) + self._sum()
-        return start + max(full + add, allowed, arrived + add / self.chunks)
+        if self.finish_us:
+            return start + max(least, arrived)
+        return start + max(full + self.add_us, tiles.allowed, arrived + self.add_us / chunks)
 
-    def _stored(self, full: float, allowed: float, tile: float) -> float:
-        """direct: the kernel's own stores."""
-        system, world = self.system, self.pass_.world
-        start, nbytes = system.gap_us + system.ramp_us, sent_bytes(self.pass_)
+    def _direct_us(self) -> float:
+        """One kernel that stores at the peers itself."""
+        tiles, system, world, nbytes = self._tiled(), self.system, self.pass_.world, sent_bytes(self.pass_)
+        start, full = system.gap_us + system.ramp_us, tiles.full
         if self.kind in INBOUND:
-            stores = nbytes / (system.store_gbs * 1e3)
-            last_part = max(tile, full / (world * self.chunks) if self.kind == GATHER else full / self.chunks)
-            apart = (
-                self.put_together()
-                if self.kind == A2A_GEMM and self.pass_.world * self.block_bytes > _MOST_RECEIVED
-                else 0.0
-            )
-            return start + apart + max(full, allowed, stores + _WAY_US + last_part)
-        held = (1 - 1 / world) * full / tile * system.peer_tile_us
+            parts = self.chunks * (world if self.kind == GATHER else 1)
+            is_long = self.kind == A2A_GEMM and world * self.block_bytes > _MOST_RECEIVED
+            stored = nbytes / (system.store_gbs * 1e3) + _WAY_US + max(tiles.one, full / parts)
+            return start + max(full, tiles.allowed, stored) + (self.put_together() if is_long else 0.0)
+        held = (1 - 1 / world) * full / tiles.one * system.peer_tile_us
         wire = nbytes / (system.tile_store_gbs * 1e3)
-        add = sum_us(system, self.peers * self.block_bytes) if self.kind == SCATTER else self._sum()
-        return start + max(full + held + add, allowed + add, tile + wire + add)
+        add = self.add_us if self.kind == SCATTER else 0.0
+        return start + max(full + held, tiles.allowed, tiles.one + wire) + add
 
-    def _tiled(self, chunks: int) -> tuple[float, float, float]:
-        """(whole GEMM at the highest clock, as power allows it, one tile) by our kernels."""
-        p, system, tile = self.pass_, self.system, HOPPER_TILE
+    def _tiled(self) -> _Tiled:
+        """The GEMM by our kernels."""
+        p, system, tile, chunks = self.pass_, self.system, HOPPER_TILE, self.chunks
         served = on_hopper(p, system)
-        columns, blocks = (
-            p.n // (p.world if self.kind == GEMM_A2A else 1),
-            chunks * (1 if self.kind == A2A_GEMM else p.world),
-        )
-        rows = p.m // p.world // chunks
-        tiles = tile.count(rows, columns, blocks)
+        columns = p.n // (p.world if self.kind == GEMM_A2A else 1)
+        blocks = chunks * (1 if self.kind == A2A_GEMM else p.world)
+        rows = max(1, p.m // p.world // chunks)
+        tiles, lines = tile.count(rows, columns, blocks), tile.count(rows, 1, blocks)
         cut = tiles if self.kind in INBOUND else tile.pairs(rows, columns, chunks)
         waves = count_waves(tiles, system.sms, cut if served else 0)
-        one = _tile_us(system, tile.block_m, tile.block_n, p.k)
+        one = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
+        # The rows of each block of a gather read the weight again, since they follow their copies; else a wave shares what it
+        # reads.
+        again = self.kind == GATHER or (self.kind != A2A_GEMM and tiles > system.sms)
+        reads = min(lines, blocks * -(-tile.count(rows, 1) // tile.group_m)) if again else 1
         speed = 1.0 if served else system.portable
-        if rows < tile.block_m:
-            one *= _UNFILLED
-        # The rows of each block of a gather read the weight again, since they follow their copies; of others a wave shares what
-        # it reads.
-        lines = tile.count(rows, 1, blocks)
-        again = self.kind == GATHER or tiles > system.sms
-        reads = min(lines, blocks * -(-tile.count(rows, 1) // tile.group_m)) if again and self.kind != A2A_GEMM else 1
         full = max(waves * one / speed, sum_us(system, reads * p.n * p.k * p.dtype.itemsize))
-        return full, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, min(full, one / speed)
+        return _Tiled(full, power_us(system, 2.0 * p.rows * p.n * p.k) / speed, min(full, one / speed))
 
     def backward_us(self) -> float:
-        """With the weight gradient. A column linear gathers x again beside the GEMM for dx, whose partials leave under the
-        other one."""
-        p, system, alone = self.pass_, self.system, self.device_us()
-        wgrad = library_us(system, p.k, p.n, p.rows) + system.gap_us
+        """With the weight gradient."""
+        p, system, name = self.pass_, self.system, self.how.name
+        wgrad, own = library_us(system, p.k, p.n, p.rows) + system.gap_us, sum_us(system, 2 * self.block_bytes)
         if self.peers == 0:
-            return alone + wgrad
-        if self.kind in INBOUND:
-            dense = self.how.name in ("collective", "low_latency")
-            own = (
-                0.0
-                if dense or (self.how.name == "fused" and self.kind == GATHER)
-                else sum_us(system, 2 * self.block_bytes)
-            )
-            return alone + own + system.wait_us + system.gap_us + wgrad
-        if self.how.name == "collective":
-            return self._backward_by_nccl(wgrad) if self.kind == SCATTER else alone + wgrad
-        if self.how.name == "low_latency":
-            return alone + wgrad + _WAY_US + 2 * sent_bytes(p) / (system.store_gbs * 1e3)
-        again = self.peers * self.push_us(1)  # which leave first
-        own = sum_us(system, 2 * self.block_bytes) + system.wait_us + system.gap_us
-        start = system.gap_us + system.wait_us
-        if self.how.name == "fused" and not self.how.split_reduction:
-            first = max(alone, start + again + self._partials_after())
-            return max(first, start + again) + own + wgrad
-        dgrad = alone - self._finish()
+            return self.device_us() + wgrad
+        if (
+            self.kind in INBOUND
+        ):  # of what was gathered; its own block is copied beside it, but by `fused` under the GEMM
+            is_there = name in ("collective", "low_latency") or (name == "fused" and self.kind == GATHER)
+            return self.device_us() + (0.0 if is_there else own) + self.start_us + wgrad
+        if name == "collective":
+            return self._backward_by_nccl(wgrad) if self.kind == SCATTER else self.device_us() + wgrad
+        if name == "low_latency":
+            return self.device_us() + wgrad + self.words_us
+        return self._column_us(wgrad, own + self.start_us)
+
+    def _column_us(self, wgrad: float, own: float) -> float:
+        """A column linear gathers x again beside the GEMM for dx, whose partials leave under the other one."""
+        again = self.start_us + self.peers * self.push_us(1)  # which leaves first
+        partials = 0.0 if self.how.name == "direct" else self.peers * self.push_us(self.chunks) * self.chunks
+        dgrad = self.device_us() - self.finish_us
         if self.how.name == "direct":  # its stores share the links with the blocks of x
-            dgrad = max(dgrad, start + again + sent_bytes(p) / (system.tile_store_gbs * 1e3))
-        sent = max(again, 0.0) + (
-            0.0 if self.how.name == "direct" else self.peers * self.push_us(self.chunks) * self.chunks
-        )
-        return max(max(dgrad, start + again) + own + wgrad, start + sent) + self._finish()
-
-    def _partials_after(self) -> float:
-        """What own tiles wait for behind the blocks of x: all partials, and the sum of the last."""
-        return (
-            self.peers * self.chunks * self.push_us(self.chunks)
-            + sum_us(self.system, self.peers * self.block_bytes) / self.chunks
-        )
-
-    def _finish(self) -> float:
-        """What can run after the weight gradient."""
-        later = self.how.name == "chunked" or self.how.split_reduction or self.kind == GEMM_A2A
-        return self._sum() if later else 0.0
+            dgrad = max(dgrad, again + sent_bytes(self.pass_) / (self.system.tile_store_gbs * 1e3))
+        if (
+            self.how.name == "fused" and not self.how.split_reduction
+        ):  # own tiles wait for partials behind the blocks of x
+            return max(self.device_us(), again + partials + self.add_us / self.chunks) + own + wgrad
+        return max(max(dgrad, again) + own + wgrad, again + partials) + self.finish_us
 
     def _backward_by_nccl(self, wgrad: float) -> float:
         """NCCL in a stream of its own: the gather beside the GEMM for dx, the reduce-scatter beside the other. A GEMM beside it
@@ -353,23 +334,34 @@ class _Work:
 
     def host_us(self, backward: bool) -> float:
         """Driver calls of a call."""
-        name, world, peers = self.how.name, self.pass_.world, self.peers
-        calls = _OTHER + (_MM if backward else 0)
-        again = backward and self.kind in (SCATTER, GEMM_A2A) and peers > 0
+        name, peers = self.how.name, self.peers
+        again = backward and self.kind in (SCATTER, GEMM_A2A) and peers > 0  # gathers again
+        calls = _OTHER + _MM * (backward + (not peers or name in ("collective", "low_latency")))
         if not peers:
-            calls += _MM
+            pass
         elif name == "collective":
-            calls += _MM + _COLLECTIVE * (1 + (again and self.kind == SCATTER)) + _LAUNCH * (self.kind in EXCHANGES)
+            calls += _COLLECTIVE * (1 + (again and self.kind == SCATTER)) + _LAUNCH * (self.kind in EXCHANGES)
         elif name == "low_latency":
-            calls += _MM + _LAUNCH + _LAUNCH * again
+            calls += _LAUNCH * (1 + again)
         else:
-            later = self.kind in (SCATTER, GEMM_A2A) and self._finish() > 0
-            calls += _LAUNCH * (name != "direct" or again) + 2 * _LAUNCH * later
-            calls += (2 * _LAUNCH + _PUSH * peers) * again + 2 * _LAUNCH * (backward and not again)
-            if name == "chunked":
-                calls += _GEMM * world + (_LAUNCH * peers if self.kind in INBOUND else 0) + _PUSH * peers
-                calls += _LAUNCH * (self.kind == A2A_GEMM)
-            else:
-                pushes = 0 if name == "direct" else peers * self.chunks
-                calls += _LAUNCH + pushes * (_PUSH if self.kind in INBOUND else _PUSH_AFTER_TILES)
+            later = self.kind not in INBOUND and self.finish_us > 0
+            calls += _LAUNCH * ((name != "direct" or again) + 2 * later + 2 * backward) + _PUSH * peers * again
+            calls += self._multiplying_calls()
         return self.system.host_call_us * calls
+
+    def _multiplying_calls(self) -> int:
+        """GEMMs, or the kernel, and pushes."""
+        if self.how.name == "chunked":
+            waits = self.peers if self.kind in INBOUND else 0
+            return _GEMM * self.pass_.world + _LAUNCH * (waits + (self.kind == A2A_GEMM)) + _PUSH * self.peers
+        pushes = self.peers * self.chunks if self.how.pushes else 0
+        return _LAUNCH + pushes * (_PUSH if self.kind in INBOUND else _PUSH_AFTER_TILES)
+
+
+@dataclass(frozen=True)
+class _Tiled:
+    """A GEMM by our kernels, in microseconds: at the highest clock, as power allows it, and one tile."""
+
+    full: float
+    allowed: float
+    one: float

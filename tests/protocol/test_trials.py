@@ -115,9 +115,9 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
     facts["said"] = said.getvalue()
     facts["plans"] = _methods(domain)
     winners = domain.book.table.winners.values()
-    facts["winners"] = {winner.measured.kind: (winner.method, sorted(winner.ms)) for winner in winners}
+    facts["winners"] = {winner.measured.kind: (winner.how.name, sorted(map(str, winner.ms))) for winner in winners}
     kept = read(folder, key_of(torch.device("cpu"), world)).winners if rank == 0 else None
-    facts["kept"] = kept is None or {winner.measured.kind: winner.method for winner in kept.values()}
+    facts["kept"] = kept is None or {winner.measured.kind: winner.how.name for winner in kept.values()}
     return facts
 
 
@@ -190,7 +190,7 @@ def _other_times(rank: int, world: int, folder: str) -> list[str]:
             _step(OverlapConfig(tune_steps=STEPS, tuning_dir=folder), "fc1")
     domain = made_domain(dist.group.WORLD)
     assert domain is not None
-    return [winner.method for winner in domain.book.table.winners.values()]
+    return [winner.how.name for winner in domain.book.table.winners.values()]
 
 
 def test_ranks_that_measured_other_times_agree(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def _trial(rank: int, world: int, operator: str, folder: str) -> dict[str, Any]:
         "tried": tried,
         "after": seen.methods[STEPS:],
         "timed": [tuple(timed)[1:] for timed in seen.timed],
-        "winners": {winner.measured.kind: winner.method for winner in domain.book.table.winners.values()},
+        "winners": {winner.measured.kind: winner.how.name for winner in domain.book.table.winners.values()},
     }
 
 

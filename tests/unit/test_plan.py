@@ -101,7 +101,7 @@ def test_chunks_that_cross_the_network_are_products_that_fill_a_gpu() -> None:
     short ones."""
 
     def chunks(n: int, row_bytes: int = 8192, in_short: bool = False, at_once: int = 1) -> int:
-        return network_chunk_count(4096, row_bytes, products_that_fill(4096, n, at_once), in_short)
+        return network_chunk_count(4096, row_bytes, products_that_fill(4096, n, at_once, 132), in_short)
 
     assert [chunks(n) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
     assert [chunks(n, in_short=True) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 8]
@@ -122,7 +122,7 @@ def test_a_persistent_kernel_sends_chunks_of_less_than_a_gpu_of_tiles() -> None:
 
     def chunks(method: str, kind: str, world: int) -> int:
         pass_ = Pass(kind, 8192 * world, 2048 * (world if kind == GEMM_A2A else 1), 8192, BF16, world)
-        return chunks_of(Choice(method, "asked for"), pass_, GPU, nodes=2, gbs=2.5)
+        return chunks_of(Method(method), pass_, GPU, nodes=2, gbs=2.5)
 
     kinds = (SCATTER, GEMM_A2A)
     assert [chunks("fused", kind, 2) for kind in kinds] == [8, 8]
@@ -156,16 +156,6 @@ def test_chunks_may_cost_a_strip_but_those_of_a_gather() -> None:
             for kind in (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
         }
         assert found == {GATHER: 1, SCATTER: 2, A2A_GEMM: 2, GEMM_A2A: 2}, (method, rows)
-
-
-def test_chunks_of_portable_kernels_cost_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tiles are of 128 rows and of one chunk: 4352 rows are 34, in two chunks, too, and in four 36."""
-    for capability, chunks in (((8, 0), 2), ((9, 0), 4)):
-        tiling.tma_reads.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert {engine("fused", 2 * 4352, kind, 2, n=8192, k=8192).chunks for kind in (SCATTER, A2A_GEMM)} == {chunks}
-        assert engine("direct", 2 * 4352, world=2).chunks == chunks
-    tiling.tma_reads.cache_clear()
 
 
 @pytest.mark.usefixtures("_hopper")
