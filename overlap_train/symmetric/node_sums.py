@@ -52,7 +52,7 @@ def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_
 
 
 def fewest_sms(needed: float, measure: Callable[[int], float], most: int) -> tuple[int, float]:
-    """Find the fewest SMs that reach `needed` GB/s, or `most` (planning/sm_budget.py). Returns them, and what they reach.
+    """Find the fewest SMs that reach `needed` GB/s, or `most` (select/sm_budget.py). Returns them, and what they reach.
 
     measure: returns the GB/s of so many SMs, the same on all ranks. Each SM more brings less than the one before it. Therefore
     the number worked out from the last figure is never too many.

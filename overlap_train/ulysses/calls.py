@@ -1,6 +1,6 @@
 """Calls of Ulysses' linears as planned: in which parts, and with which plan for each (under TP: two_group_calls.py).
 
-All parts of a call run by one method. Where methods take turns, the first part asks which one (operators/trials.py).
+All parts of a call run by one method. Where methods take turns, the first part asks which one (select/autotune.py).
 """
 
 from __future__ import annotations

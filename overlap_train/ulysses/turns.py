@@ -1,4 +1,4 @@
-"""A call of a Ulysses linear while methods take turns (operators/trials.py): it is timed as a whole.
+"""A call of a Ulysses linear while methods take turns (select/autotune.py): it is timed as a whole.
 
 The exchange of one part runs beside the product of another, so that parts have no times of their own.
 """

@@ -1,6 +1,6 @@
 """When the exchanges of one call start, and when a rank lets them arrive: few are under way at once.
 
-Engines execute these steps (operators/crossings.py), and the planner simulates them (tools/plan/simulation/enqueued.py).
+Engines execute these steps (operators/crossings.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bandwidth of the copy engine over every link, speed of every GPU, and the rank that is slower than the others.
 
-One pair of ranks copies at a time. Figures are judged by what the hardware should reach (planning/hardware.py) and by the other
+One pair of ranks copies at a time. Figures are judged by what the hardware should reach (select/system.py) and by the other
 ranks' figures; on CPUs they are reported only.
 """
 
