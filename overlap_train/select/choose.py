@@ -151,9 +151,8 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
     took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
     few = pass_.m <= _FEW_ROWS and nodes == 1
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
-    ours_us, nccl_us = took[how].us, took[Method("collective")].us
-    found = f"estimated {ours_us / 1e3:.2g} ms, NCCL {nccl_us / 1e3:.2g}"
-    return Choice(how, f"auto: not tuned: {found if served else 'no Hopper kernel for this GPU, dtype or shape'}")
+    why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
+    return Choice(how, f"auto: not tuned: {why}")
 
 
 def _estimated(pass_: Pass, name: str, system: System, nodes: int) -> Took:

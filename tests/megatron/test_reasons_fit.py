@@ -138,7 +138,7 @@ def test_reasons_not_to_overlap_fit(text: str) -> None:
 def test_reasons_of_methods_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {*untuned(), *tuned(), *(in_turn(monkeypatch, is_over) for is_over in (False, True))}
     longest = max(reasons, key=len)
-    assert len(reasons) > 100 and len(longest) <= LONGEST, longest
+    assert len(reasons) > 50 and len(longest) <= LONGEST, longest
 
 
 def test_reasons_of_parts_that_hide_exchanges_fit(monkeypatch: pytest.MonkeyPatch) -> None:
