@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..planning.cost import node_sum_gbs
 from ..schedule.order import Topology
+from ..select.sm_budget import node_sum_gbs
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from .wire import fastest_s, seconds
 
@@ -52,7 +52,7 @@ def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_
 
 
 def fewest_sms(needed: float, measure: Callable[[int], float], most: int) -> tuple[int, float]:
-    """Find the fewest SMs that reach `needed` GB/s, or `most` (planning/sm_budget.py). Returns them, and what they reach.
+    """Find the fewest SMs that reach `needed` GB/s, or `most` (select/sm_budget.py). Returns them, and what they reach.
 
     measure: returns the GB/s of so many SMs, the same on all ranks. Each SM more brings less than the one before it. Therefore
     the number worked out from the last figure is never too many.

@@ -15,9 +15,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..planning.sm_budget import SmBudget
 from ..schedule.inter_node import crossings
 from ..schedule.order import GATHER, Topology
+from ..select.sm_budget import SmBudget
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from .nccl import NcclTransport
 from .transport import Failures, Piece

@@ -10,16 +10,15 @@ import torch
 
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
-from ..methods import TRAITS
-from ..planning.choice import Choice, alone, choose, in_variant
-from ..planning.table import Table
-from ..planning.variants import CHUNK_COUNTS, PLAIN, Variant
-from ..planning.waves import strips_to_spare
 from ..schedule.inter_node import Crossing, crossings
 from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER, Topology, sources
 from ..schedule.transfers import Legs, legs
+from ..select.choose import Choice, alone, choose
 from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
+from ..select.method import CHUNK_COUNTS, Method
 from ..select.passes import SCATTER_AND_WGRAD, Pass
+from ..select.table import Table
+from ..select.tiles import chunks_of
 from ..select.tiling import (
     HOPPER,
     HOPPER_TILE,
@@ -27,13 +26,7 @@ from ..select.tiling import (
     PORTABLE,
     TileConfig,
     blocks_together,
-    chunk_count,
-    direct_chunk_count,
-    equal_chunks,
-    network_chunk_count,
-    pays_in_short_chunks,
     portable_tile,
-    products_that_fill,
     tma_reads,
     tma_reads_weight,
 )
@@ -71,7 +64,7 @@ class EnginePlan:
     kind: str
     method: str
     reason: str
-    variant: Variant
+    variant: Method
     kernels: str
     tile: TileConfig
     chunks: int
@@ -120,12 +113,12 @@ class EnginePlan:
     @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
-        return self.kind == A2A_GEMM and TRAITS[self.method].pushes
+        return self.kind == A2A_GEMM and Method(self.method).pushes
 
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind == GEMM_A2A and TRAITS[self.method].pushes and self.nodes == 1
+        return self.kind == GEMM_A2A and Method(self.method).pushes and self.nodes == 1
 
 
 def engine_plan(
@@ -133,15 +126,15 @@ def engine_plan(
 ) -> EnginePlan:
     """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
     kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = chunks_of(choice, pass_, device, topology.nodes, network.gbs)
-    if choice.variant.chunks:  # these rows may not divide into as many as were measured
-        choice = in_variant(choice, replace(choice.variant, chunks=chunks))
+    chunks = chunks_of(choice.how, pass_, device, topology.nodes, network.gbs)
+    if choice.how.chunks:  # these rows may not divide into as many as were measured
+        choice = choice.by(chunks=chunks)
     kernels = _kernels(kind, choice, pass_, device, w)
     tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
     tiled = choice.method == "fused"
     route = legs(kind, topology, chunks, tiled)
     return EnginePlan(
-        kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, sources(topology, kind),
+        kind, choice.method, choice.reason, choice.how, kernels, tile, chunks, route, sources(topology, kind),
         send_sms=_send_sms(choice.method, device, topology.nodes, network.sms),
         reduce_sms=_reduce_sms(choice.method, kind, topology, device, network.reduce_sms),
         wait_sms=_wait_sms(choice.method, device, topology.nodes), nodes=topology.nodes,
@@ -156,7 +149,7 @@ def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
     method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
     route = legs(fprop.kind, topology, chunks=1)
     return EnginePlan(
-        fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, fprop.sources,
+        fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources,
         send_sms=fprop.send_sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
     )  # fmt: skip
 
@@ -200,42 +193,11 @@ def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device
 def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
     """A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be added:
     a few at once, which fit on one SM."""
-    return int(nodes > 1 and device.type == "cuda" and TRAITS[method].multiplies)
-
-
-def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs: float = 0.0) -> int:
-    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: of a NodeNetwork."""
-    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
-    row_bytes = pass_.row_features * pass_.dtype.itemsize
-    if choice.variant.chunks:
-        return equal_chunks(m_shard, choice.variant.chunks)
-    if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
-        local = pass_.world // nodes
-        most = _network_products(choice.method, pass_, local)
-        return network_chunk_count(m_shard, row_bytes, most, pays_in_short_chunks(local, gbs))
-    if not TRAITS[choice.method].multiplies or choice.variant.whole:
-        return 1
-    spare = strips_to_spare(pass_, device, choice.variant.split_reduction)
-    if choice.method == "direct":
-        return direct_chunk_count(m_shard, on_gpu, spare)
-    # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
-    # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
-    most = 8 if pass_.kind == A2A_GEMM else 4
-    return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
-
-
-def _network_products(method: str, pass_: Pass, local: int) -> int:
-    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
-    if method == "fused" and pass_.kind not in INBOUND and local == 1:
-        return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
-    # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
-    at_once = local if method == "fused" and pass_.kind == GATHER else 1
-    columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
-    return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once)
+    return int(nodes > 1 and device.type == "cuda" and Method(method).multiplies)
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
-    if not TRAITS[choice.method].multiplies:
+    if not Method(choice.method).multiplies:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
         device, pass_.dtype, pass_.row_features, 0
@@ -244,9 +206,6 @@ def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: to
         return PORTABLE
     too_many = kind not in INBOUND and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
     return PORTABLE if too_many else HOPPER
-
-
-_WHOLE = Variant(chunks=1)  # across nodes; nothing multiplies a chunk while the next one comes
 
 
 @dataclass(frozen=True)
@@ -288,7 +247,7 @@ def make_plan(
         forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, second))
         pushes_again = sends_again and forward.method != "collective"
         if spec.sends_input and not pushes_again:  # it would collide with nothing
-            backward = in_variant(backward, replace(backward.variant, barrier_first=False))
+            backward = backward.by(barrier_first=False)
         fprop = engine_plan(forward, first, topology, device, w, network)
         dgrad = dgrad_alone = engine_plan(backward, second, topology, device, w, network)
         if (by_itself := alone(backward, second, device)) != backward:
@@ -307,10 +266,7 @@ def _request(
 ) -> Request:  # fmt: skip
     """What ranks compare, and the memory that a slot needs. engines: of forward, backward, and of what is sent again."""
     fprop, dgrad, _ = engines
-    how = (
-        f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
-        f"gathered_input={config.gathered_input}"
-    )
+    how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     received = spec.slot_bytes(x, w, world)
     methods = {engine.method for engine in engines if engine is not None}
     return Request(
@@ -340,8 +296,9 @@ def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
     across = topology.nodes > 1 and config.method == "auto"
     if config.method == "collective" or across:
         unmeasured = "auto: not tuned: all-to-alls beside a product across nodes are not measured"
-        return Choice("collective", unmeasured if across else "asked for")
-    return Choice("chunked", "beside a product", _WHOLE if topology.nodes > 1 else PLAIN)
+        return Choice(Method("collective"), unmeasured if across else "asked for")
+    # Across nodes in one chunk: nothing multiplies a chunk while the next one comes.
+    return Choice(Method("chunked", chunks=int(topology.nodes > 1)), "beside a product")
 
 
 def barrier_first(plan: Plan, gathers: bool) -> bool:
@@ -356,7 +313,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -
             refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
             if refused is not None:
                 return refused
-        if device.type == "cuda" or not TRAITS[engine.method].kernels:
+        if device.type == "cuda" or not Method(engine.method).kernels:
             continue
         if not interpreted():
             return (
@@ -364,7 +321,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if TRAITS[engine.method].multiplies and plan.dtype == torch.bfloat16:
+        if Method(engine.method).multiplies and plan.dtype == torch.bfloat16:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "
@@ -380,7 +337,7 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
     for engine in sharing:
         if topology_problem is not None:
             return topology_problem
-        if engine.nodes > 1 and not TRAITS[engine.method].crosses:
+        if engine.nodes > 1 and not Method(engine.method).crosses:
             return (
                 f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send inside one node only; use "
                 f"'auto', 'fused', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"

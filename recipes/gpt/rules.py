@@ -10,7 +10,7 @@ from gpt.settings import MODELS, RECOMPUTE, SMALL, Settings, defaults, named_mod
 from overlap_train import OverlapConfig
 from overlap_train.config import flag_name
 from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option_fields, shown
-from overlap_train.methods import TRAITS
+from overlap_train.select.method import Method
 
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 
@@ -139,7 +139,7 @@ def check_device(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool
     """Raise RecipeError for what this machine cannot do."""
     if on_gpu:
         return
-    if overlap is not None and overlap.method != "auto" and TRAITS[overlap.method].kernels:
+    if overlap is not None and overlap.method != "auto" and Method(overlap.method).kernels:
         raise RecipeError(
             f"{flag_name('method')} {overlap.method} runs kernels on GPUs, and this process sees none; choose auto, chunked or "
             "collective"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from gpt.settings import Settings
-from overlap_train.planning.hardware import hardware_of
+from overlap_train.select.system import system_of
 
 
 def step_flops(settings: Settings) -> float:
@@ -26,6 +26,6 @@ def step_flops(settings: Settings) -> float:
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Peak TFLOP/s of one GPU in dense bf16; None for a device that planning/hardware.py does not list."""
-    found = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    """Peak TFLOP/s of one GPU in dense bf16; None for a device that select/system.py does not list."""
+    found = system_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return None if found is None else found.peak_tflops

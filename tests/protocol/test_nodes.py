@@ -37,8 +37,8 @@ from overlap_train.nodes.connect import NodeWaits
 from overlap_train.nodes.gloo import GlooTransport
 from overlap_train.nodes.host_engine import Later, NodeEngine
 from overlap_train.nodes.process_ops import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
-from overlap_train.planning import choice
-from overlap_train.planning.variants import Variant
+from overlap_train.ops import plan as engine_plan
+from overlap_train.select.tiling import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import Outcome, run_ranks, values
 
@@ -70,7 +70,7 @@ def test_every_shape(world: int, node_ranks: int) -> None:
 def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str) -> list[int]:
     """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
     case, counts = case_of(node_ranks, method), []
-    with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):
+    with mock.patch.object(engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
         for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
                 OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))

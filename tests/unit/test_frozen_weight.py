@@ -12,9 +12,9 @@ from overlap_train import OverlapConfig
 from overlap_train.ops.plan import Plan, make_plan
 from overlap_train.ops.plan_cache import Planned
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
-from overlap_train.planning import choice
-from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.order import Topology
+from overlap_train.select import choose
+from overlap_train.select.table import UNTUNED
 
 GPU = torch.device("cuda", 0)
 
@@ -22,8 +22,9 @@ GPU = torch.device("cuda", 0)
 def plan_of_qkv(monkeypatch: pytest.MonkeyPatch, saves_a_wave: bool) -> Plan:
     """Llama-3 8B's on four H200: its partial sums arrive late, so its reduction is split."""
     for name in ("on_hopper", "saves_a_wave"):
-        monkeypatch.setattr(choice, name, lambda *_, is_so=name == "on_hopper" or saves_a_wave: is_so)
+        monkeypatch.setattr(choose, name, lambda *_, is_so=name == "on_hopper" or saves_a_wave: is_so)
     properties = mock.Mock(major=9, minor=0, multi_processor_count=132)
+    properties.name = "NVIDIA H200"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((2048, 4096), (1536, 4096)))
     return make_plan(ALL_GATHER_LINEAR, OverlapConfig(method="fused"), UNTUNED, Topology(1, 4, 0), x, w, GPU)

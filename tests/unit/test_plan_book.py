@@ -16,8 +16,8 @@ from overlap_train.ops import plan_cache as settled
 from overlap_train.ops.plan import make_plan
 from overlap_train.ops.plan_cache import PlanBook, Planned, other_table
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.order import Topology
+from overlap_train.select.table import UNTUNED
 
 X, W, BIAS = torch.empty(4, 8), torch.empty(6, 8), torch.empty(6)
 CONFIG = OverlapConfig(method="chunked")

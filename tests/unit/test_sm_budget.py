@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap_train.planning.sm_budget import MOST_SMS, WAIT_SMS, SmBudget, in_words
+from overlap_train.select.sm_budget import MOST_SMS, WAIT_SMS, SmBudget, in_words
 
 MOST = 16
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from overlap_train.planning.variants import CHUNK_COUNTS
 from overlap_train.schedule.inter_node import (
     EXCHANGE,
     FAR,
@@ -20,6 +19,7 @@ from overlap_train.schedule.inter_node import (
     leaving,
 )
 from overlap_train.schedule.order import GEMM_A2A, SCATTER, Topology, chunks_after_own, chunks_by_rows
+from overlap_train.select.method import CHUNK_COUNTS
 
 SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
 RATIOS = [0.5 + step / 20 for step in range(31)]  # products over network

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from overlap_train.config import OverlapConfig
+from overlap_train.group.span import products_beside
 from overlap_train.ops.plan import make_plan
 from overlap_train.ops.plan_cache import Planned
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
-from overlap_train.ops.table import products_beside
-from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.order import Topology
-from overlap_train.select.tiling import Target
+from overlap_train.select.system import SYSTEMS
+from overlap_train.select.table import UNTUNED
 from overlap_train.ulysses import two_groups as two_group_calls
 from overlap_train.ulysses.calls import Terms
 from overlap_train.ulysses.layout import AttentionHeads
@@ -48,7 +48,7 @@ def planned(ulysses_nodes: int, monkeypatch: pytest.MonkeyPatch, of: type[torch.
 
     def plan_of(spec: Any, x: torch.Tensor, w: torch.Tensor, bias: None, group: Any, config: Any, name: str) -> Planned:
         domain: Any = SimpleNamespace(world_size=group.size(), operator=lambda *args, **how: None)
-        return Planned(domain, make_plan(spec, config, UNTUNED, group.topology, x, w, Target((9, 0))))  # type: ignore[arg-type]
+        return Planned(domain, make_plan(spec, config, UNTUNED, group.topology, x, w, SYSTEMS["h200"]))  # type: ignore[arg-type]
 
     monkeypatch.setattr(two_group_calls, "plan_of", plan_of)
     x, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1024, 1, 512), (768, 512)))
@@ -85,7 +85,7 @@ def test_two_groups_that_can_overlap_are_planned(monkeypatch: pytest.MonkeyPatch
 def test_collectives_across_nodes_need_no_engine() -> None:
     """Of a product that leaves SMs to another group: nothing of ours is under way beside its weight gradient."""
     x, w = (torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((1024, 512), (512, 512)))
-    config, target = OverlapConfig(method="collective"), Target((9, 0))
+    config, target = OverlapConfig(method="collective"), SYSTEMS["h200"]
     plan = make_plan(ALL_GATHER_LINEAR, config, UNTUNED, Topology(2, 1, 0), x, w, target)  # type: ignore[arg-type]
     no_engine: Any = SimpleNamespace(engine=None)
     with products_beside(no_engine, plan.dgrad.beside(5)):

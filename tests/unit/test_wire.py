@@ -15,8 +15,8 @@ from overlap_train.group.domain import OverlapDomain
 from overlap_train.nodes import wire
 from overlap_train.nodes import wire as bursts
 from overlap_train.nodes.streams import NodeStreamEngine
-from overlap_train.planning.sm_budget import SmBudget
 from overlap_train.schedule.order import Topology
+from overlap_train.select.sm_budget import SmBudget
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 
 CPU, TOPOLOGY = torch.device("cpu"), Topology(2, 2, 0)

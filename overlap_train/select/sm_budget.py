@@ -1,6 +1,6 @@
 """How many SMs communication between nodes of GPUs may hold.
 
-One rule for groups, which measure what they need (runtime/across_nodes.py), and for the planner, which works it out (cost.py).
+One rule for groups, which measure what they need (runtime/across_nodes.py), and for estimates, which reckon with all (cost.py).
 """
 
 from __future__ import annotations
@@ -44,3 +44,9 @@ def in_words(network: int, sums: int) -> str:
     limit = f"at most {MOST_SMS}" if total <= MOST_SMS else f"more than {MOST_SMS}, by network_sms or reduce_sms"
     parts = f"NCCL {network}, sums of a node {sums}, waits {WAIT_SMS}"
     return f"communication between nodes holds {total} SMs ({limit}): {parts}"
+
+
+def node_sum_gbs(local: int, wire_gbs: float) -> float:
+    """GB/s that the sum of a node of `local` ranks has to read and write to be as fast as a network of wire_gbs: all partials,
+    and the total, for each byte that crosses."""
+    return (local + 1) * wire_gbs
