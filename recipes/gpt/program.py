@@ -36,7 +36,7 @@ def refused_by_rule() -> Iterator[None]:
 
 
 def join_ranks(minutes: float = 10) -> torch.device:
-    """Start torch.distributed over the ranks of torchrun, or over this process alone; returns this rank's device.
+    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone; returns this rank's device.
 
     Raises:
         RecipeError: this node has more ranks than GPUs.
@@ -44,6 +44,8 @@ def join_ranks(minutes: float = 10) -> torch.device:
     how = {"timeout": timedelta(minutes=minutes)}
     if "RANK" not in os.environ:
         how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", **how)
         return torch.device("cpu")

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from mfu.names import AGAIN, ONE_METHOD, VARIANTS, baseline_of, is_graph, is_transformer_engine, label_of
+from mfu.names import ONE_METHOD, VARIANTS, baseline_of, is_graph, is_transformer_engine, label_of
 from mfu.plan import Plan
 from mfu.run import Measured
 from overlap_train.planning.hardware import hardware_of
@@ -28,8 +29,8 @@ def step_flops(settings: Settings) -> float:
     """Floating-point operations of one optimizer step of the model, over all ranks.
 
     Counted as Megatron-LM counts them (num_floating_point_operations, after arXiv 2104.04473): GEMMs only, each three times
-    (forward and two in backward), the causal half of attention, nothing that is computed a second time. For B samples of s tokens,
-    with q = heads x head width and k = groups x head width:
+    (forward and two in backward), the causal half of attention, nothing that is computed a second time. For B samples of s
+    tokens, with q = heads x head width and k = groups x head width:
 
         6 B s [ layers ( h (q + 2 k) + s q + q h + MLPs a token x 3 h ffn ) + h x padded vocabulary ]      s q: 2 (s / 2) q
     """
@@ -56,8 +57,8 @@ def _row(plan: Plan, name: str, measured: Measured, ranks: int, peak: float | No
         "status": measured.absent.get(name, "ran"), "flops_per_step": step_flops(settings), "peak_tflops": peak,
     }  # fmt: skip
     unknown = (
-        "step_ms", "step_ms_rounds", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "speed_up", "forward_backward_ms", "alone_ms",
-        "exposed_ms", "losses", "last_loss", "loss_difference", "same_bits",
+        "step_ms", "step_ms_rounds", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "speed_up", "forward_backward_ms",
+        "alone_ms", "exposed_ms", "losses", "last_loss", "loss_difference", "same_bits",
     )  # fmt: skip
     if run is None:
         return row | dict.fromkeys(unknown)
@@ -77,7 +78,7 @@ def _row(plan: Plan, name: str, measured: Measured, ranks: int, peak: float | No
         "exposed_ms": None if run.alone_ms is None or run.passes_ms is None else run.passes_ms - run.alone_ms,
         "losses": losses,
         "last_loss": losses[-1],
-        "loss_difference": max(torch.tensor(losses).sub(torch.tensor(others)).abs().tolist()),
+        "loss_difference": float(np.abs(np.subtract(losses, others)).max()),
         "same_bits": measured.same.get(name),
     }
 
@@ -118,8 +119,8 @@ def notes_of(plan: Plan, rows: Sequence[Row]) -> list[str]:
         f"MFU against {peak:g} TFLOP/s a GPU" if peak else "no MFU: no peak is known for this device (--peak-tflops)",
         f"step: forward, backward and optimizer; {plan.steps} steps or more in rounds of {plan.round_steps}, variants in turns; "
         "median of rounds, slowest rank",
-        "exposed: what forward and backward take longer than without the linears' communication, all GEMMs by cuBLAS; '-': unknown "
-        "(CUDA graphs, TransformerEngine's modules, --cp)",
+        "exposed: what forward and backward take longer than without the linears' communication, all GEMMs by cuBLAS; '-': "
+        "unknown (CUDA graphs, TransformerEngine's modules, --cp)",
         f"loss difference: the largest of {plan.trained_steps} steps, in nats; --repeat shows how far two equal runs differ",
         *(f"{_title(row)} did not run: {row['status']}" for row in rows if row["status"] != "ran"),
         *overtakers(rows),
@@ -128,7 +129,8 @@ def notes_of(plan: Plan, rows: Sequence[Row]) -> list[str]:
             for row in rows
             if row["same_bits"] is not None
         ),
-        *["TransformerEngine's and async-TP's settings are their own"] * any(map(is_transformer_engine, names)),
+        *["TransformerEngine's modules: Megatron-Core takes TransformerEngine's Adam for all variants of this run"]
+        * any(map(is_transformer_engine, names)),
         *["deterministic kernels: these times are not those of ordinary training"] * plan.bitwise,
     ]
 
@@ -143,7 +145,7 @@ def overtakers(rows: Sequence[Row]) -> list[str]:
         if best["step_ms"] < ours["step_ms"]:
             faster = 100 * (ours["step_ms"] / best["step_ms"] - 1)
             words.append(
-                f"{ours['title']}: {best['variant']} for all linears is {faster:.1f} % faster than overlap_train's choices"
+                f"{ours['title']}, {ours['layers']} layers: {best['variant']} for all linears is {faster:.1f} % faster than its choices"
             )
     return words
 
@@ -168,8 +170,11 @@ def draw(folder: Path) -> Path:
     drawn = {title: bars_of(rows, key, factor) for title, rows in panels.items()}
     device, baseline = document["hardware"]["device"], baseline_of({row["variant"] for row in known}, "") or "megatron"
     has_bound = any(bar.bound is not None for some in drawn.values() for bar in some)
+    machine = f"{known[0]['gpus']} " + (
+        "CPU processes" if device == "cpu" else f"x {device.removeprefix('NVIDIA ').split()[0]}"
+    )
     header = (
-        f"Training on {known[0]['gpus']} x {device}: {what}, and speed-up of a step over {VARIANTS[baseline]}",
+        f"Training on {machine}: {what}, and speed-up of a step over {VARIANTS[baseline]}",
         "Higher is better." + " Perfect overlap: overlap_train's step without its exposed communication." * has_bound,
         *overtakers(known),
         *["A CUDA graph is compared with a graph; how much of it is exposed is not known."]
