@@ -75,7 +75,7 @@ def read_samples(settings: Settings, is_validated: bool = True) -> tuple[Samples
     train = Samples(text[~held_out], settings.seq_length, settings.seed)
     valid = Samples(text[held_out], settings.seq_length)
     for part, samples in (("training", train), ("validation", valid))[: 1 + is_validated]:
-        if len(samples) < 1:
+        if len(samples.text) <= settings.seq_length:
             raise RecipeError(
                 f"--seq-length {settings.seq_length}: the {part} part of {name} has only {len(samples.text)} bytes; give a "
                 "longer text or a shorter --seq-length"

@@ -45,9 +45,9 @@ def compare_all(rank: int, world: int, folder: Path) -> dict[str, Ended]:
     """Called in each process: every command of LINES, one after the other."""
     import os
 
+    from compare_mfu import compare
     from megatron.core import parallel_state
 
-    from compare_mfu import compare
     from gpt.program import RecipeError
     from mfu.variants import build_variant
 

@@ -21,9 +21,9 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
     te_stand_in.install()
     import os
 
+    from compare_mfu import compare
     from transformer_engine.pytorch.module import base
 
-    from compare_mfu import compare
     from mfu.run import Variant
 
     os.environ["WORLD_SIZE"] = str(world)
