@@ -35,13 +35,7 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
     divide_ranks(settings)
     make_deterministic(settings)
     trainer = build_trainer(settings, build_model(settings, overlap, device))
-    replicas = dist.get_world_size() // settings.replica_ranks
-    say(
-        f" text: {settings.text or 'the topics of help()'}, {len(train_on.text)} bytes to train on, {len(validate_on.text)} to "
-        f"validate\n ranks: {dist.get_world_size()} on {device.type.upper()}, tensor parallel {settings.tp}, context parallel "
-        f"{settings.cp}, pipeline parallel {settings.pp}, data parallel {replicas}\n"
-        f" model: {settings.title}, {settings.num_layers} layers, {settings.parameters / 1e6:.2f} M parameters"
-    )
+    introduce(settings, train_on, validate_on, device)
     first = checkpoint.load(trainer, folder) if folder else 0
     try:
         train(trainer, train_on, validate_on, first, device)
@@ -52,6 +46,17 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
         trainer.release()
         raise
     trainer.release()
+
+
+def introduce(settings: Settings, train_on: Samples, validate_on: Samples, device: torch.device) -> None:
+    """Say what is about to be trained, on what, and where."""
+    text, ranks = settings.text or "the topics of help()", dist.get_world_size()
+    others = f"context parallel {settings.cp} (Ulysses), " if settings.cp > 1 else ""
+    others += f"pipeline parallel {settings.pp}, " if settings.pp > 1 else ""
+    others += f"data parallel {ranks // settings.replica_ranks}"
+    say(f" text: {text}, {len(train_on.text)} bytes to train on, {len(validate_on.text)} to validate")
+    say(f" ranks: {ranks} on {device.type.upper()}, tensor parallel {settings.tp}, {others}")
+    say(f" model: {settings.title}, {settings.num_layers} layers, {settings.parameters / 1e6:.2f} M parameters")
 
 
 def divide_ranks(settings: Settings) -> None:

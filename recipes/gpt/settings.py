@@ -34,15 +34,7 @@ USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [f
 SMALL = "small"
 RECOMPUTE = ("none", "selective", "full")
 ON_CPUS = ("auto", "chunked", "collective")  # methods that need no kernels
-
-
-def _flags(group: str) -> tuple[Any, Any]:
-    """Makers of flags under one heading of --help: a positive number, and one that may be 0."""
-    return partial(option, group=group, parse=positive_int), partial(option, group=group, parse=positive_int_or_0)
-
-
-_text, (_size, _), (_ranks, _ranks_or_0) = partial(option, group="data"), _flags("model"), _flags("parallel")
-(_number, _number_or_0), (_report, _report_or_0) = _flags("training"), _flags("report and checkpoint")
+_positive, _count = partial(option, parse=positive_int), partial(option, parse=positive_int_or_0)
 
 
 @dataclass(frozen=True)
@@ -52,39 +44,38 @@ class Settings:
     These defaults train on two CPU cores in some minutes.
     """
 
-    text: str = _text("", "file to train on; without it, the topics of Python's own help()")
-    model: str = option(SMALL, "small, or a published model; sets the defaults of the flags below", group="model")
-    num_layers: int = _size(4, "transformer layers")
-    hidden_size: int = _size(128, "width of the residual stream")
-    ffn_hidden_size: int = _size(384, "width inside the SwiGLU MLP, or inside each expert")
-    num_attention_heads: int = _size(8, "query heads")
-    num_query_groups: int = _size(4, "key and value heads (GQA)")
-    seq_length: int = _size(128, "bytes in a sample")
-    tp: int = _ranks_or_0(
+    text: str = option("", "file to train on; without it, the topics of Python's own help()")
+    model: str = option(SMALL, "small, or a published model; sets the defaults of the flags below")
+    num_layers: int = _positive(4, "transformer layers")
+    hidden_size: int = _positive(128, "width of the residual stream")
+    ffn_hidden_size: int = _positive(384, "width inside the SwiGLU MLP, or inside each expert")
+    num_attention_heads: int = _positive(8, "query heads")
+    num_query_groups: int = _positive(4, "key and value heads (GQA)")
+    seq_length: int = _positive(128, "bytes in a sample")
+    tp: int = _count(
         0, "tensor-parallel ranks, with sequence parallelism; 0: as many as --pp, --cp and --num-query-groups allow"
     )
-    cp: int = _ranks(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
-    pp: int = _ranks(1, "pipeline stages, each with an equal share of the layers")
-    distributed_timeout_minutes: int = _ranks(10, "how long Megatron's and torch's own collectives wait for a rank")
-    micro_batch_size: int = _number(8, "samples of one forward and backward pass on one rank")
-    global_batch_size: int = _number(16, "samples of one optimizer step, over all ranks")
-    train_iters: int = _number(400, "optimizer steps in all, those before --load included")
-    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", group="training", parse=positive_float)
-    lr_warmup_iters: int = _number_or_0(30, "steps of linear warm-up, at most a quarter of --train-iters")
+    cp: int = _positive(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
+    pp: int = _positive(1, "pipeline stages, each with an equal share of the layers")
+    distributed_timeout_minutes: int = _positive(10, "how long Megatron's and torch's own collectives wait for a rank")
+    micro_batch_size: int = _positive(8, "samples of one forward and backward pass on one rank")
+    global_batch_size: int = _positive(16, "samples of one optimizer step, over all ranks")
+    train_iters: int = _positive(400, "optimizer steps in all, those before --load included")
+    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", parse=positive_float)
+    lr_warmup_iters: int = _count(30, "steps of linear warm-up, at most a quarter of --train-iters")
     recompute: str = option(
-        "none", "what backward computes again: nothing, the core attention, or whole layers", group="training",
-        choices=RECOMPUTE,
-    )  # fmt: skip
-    cuda_graph: int = _number_or_0(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
-    deterministic: int = _number_or_0(0, "1: the same bits on every run, at some cost in speed")
-    seed: int = _number_or_0(1234, "seed of weights, data order and sample")
-    log_interval: int = _report(10, "steps between iteration lines")
-    eval_interval: int = _report_or_0(200, "steps between validations; 0: only at the end")
-    eval_iters: int = _report(100, "most global batches in a validation")
-    sample_bytes: int = _report_or_0(240, "bytes of generated text at the end; 0: none")
-    save: str = option("", "folder to write checkpoints to", group="report and checkpoint")
-    save_interval: int = _report_or_0(0, "steps between checkpoints; 0: only at the end")
-    load: str = option("", "where to resume: a --save folder, or an iter_ folder in it", group="report and checkpoint")
+        "none", "what backward computes again: nothing, the core attention, or whole layers", choices=RECOMPUTE
+    )
+    cuda_graph: int = _count(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
+    deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
+    seed: int = _count(1234, "seed of weights, data order and sample")
+    log_interval: int = _positive(10, "steps between iteration lines")
+    eval_interval: int = _count(200, "steps between validations; 0: only at the end")
+    eval_iters: int = _positive(100, "most global batches in a validation")
+    sample_bytes: int = _count(240, "bytes of generated text at the end; 0: none")
+    save: str = option("", "folder to write checkpoints to")
+    save_interval: int = _count(0, "steps between checkpoints; 0: only at the end")
+    load: str = option("", "where to resume: a --save folder, or an iter_ folder in it")
 
     # What a published model has beside its shape, and what compare_mfu sets. These fields are no flags.
     title: str = "small GPT"

@@ -101,11 +101,11 @@ COLUMNS: output.Columns = (
     ("Model", _title),
     ("Step ms", lambda row: row["step_ms"]),
     ("Speed-up", lambda row: row["speed_up"]),
-    ("MFU %", lambda row: row["mfu"] and 100 * row["mfu"]),
+    ("MFU %", lambda row: None if row["mfu"] is None else 100 * row["mfu"]),
     ("Tokens/s/GPU", lambda row: row["tokens_per_s_per_gpu"] and f"{row['tokens_per_s_per_gpu']:.0f}"),
     ("Exposed %", exposed_part),
     ("Last loss", lambda row: row["last_loss"]),
-    ("Loss difference", lambda row: row["loss_difference"] and f"{row['loss_difference']:.1e}"),
+    ("Loss difference", lambda row: row["losses"] and f"{row['loss_difference']:.1e}"),
 )
 
 
@@ -144,8 +144,9 @@ def overtakers(rows: Sequence[Row]) -> list[str]:
         best = min(methods, key=lambda row: row["step_ms"], default=ours)
         if best["step_ms"] < ours["step_ms"]:
             faster = 100 * (ours["step_ms"] / best["step_ms"] - 1)
+            title = f"{ours['title']}, {ours['layers']} layers"
             words.append(
-                f"{ours['title']}, {ours['layers']} layers: {best['variant']} for all linears is {faster:.1f} % faster than its choices"
+                f"{title}: {best['variant']} for all linears is {faster:.1f} % faster than overlap_train's choices"
             )
     return words
 
