@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 import overlap_train
 from gpt.program import RecipeError, say
@@ -29,19 +30,37 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
 
 
-def found(settings: Settings) -> Path | None:
-    """The checkpoint that --load names, None without --load; no collective.
+def find(settings: Settings) -> Path | None:
+    """The checkpoint that --load names, None without --load; collective. Rank 0 looks: on a network file system two nodes may see
+    different files.
 
     Raises:
-        RecipeError: there is none, or --save has checkpoints of another run.
+        RecipeError: on every rank, where there is none, or --save cannot be written or has checkpoints of another run.
     """
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [_find(settings)]
+        except RecipeError as error:
+            outcome = [error]
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], RecipeError):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _find(settings: Settings) -> Path | None:
     target, source = Path(settings.save).resolve(), Path(settings.load).resolve()
-    continues = settings.load and target in (source, source.parent)
-    if settings.save and not continues and _newest(target):
-        raise RecipeError(
-            f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} to continue it, or choose "
-            "another folder"
-        )
+    if settings.save:
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecipeError(f"--save {settings.save} cannot be written: {error.strerror}") from error
+        if not (settings.load and target in (source, source.parent)) and _newest(target):
+            raise RecipeError(
+                f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} to continue it, or "
+                "choose another folder"
+            )
     if not settings.load:
         return None
     folder = source if source.name.startswith("iter_") else _newest(source)
@@ -59,15 +78,22 @@ def _newest(path: Path) -> Path | None:
 
 
 def save(trainer: Trainer, iteration: int) -> None:
-    """Write the state after step `iteration` below `--save`; collective."""
+    """Write the state after step `iteration` below `--save`; collective. Raises RecipeError where the disk is full."""
     target = Path(trainer.settings.save)
     folder, draft = target / f"iter_{iteration:07d}", target / f"iter_{iteration:07d}.tmp"
     if dist.get_rank() == 0:
-        shutil.rmtree(draft, ignore_errors=True)  # of a killed save
-        draft.mkdir(parents=True)
+        for unfinished in target.glob("iter_*.tmp"):  # of a killed save
+            shutil.rmtree(unfinished, ignore_errors=True)
+        draft.mkdir()
     dist.barrier()
     run = {"iteration": iteration, "settings": asdict(trainer.settings)}
-    dist_checkpointing.save(_state(trainer, is_loading=False) | run, str(draft))
+    try:
+        dist_checkpointing.save(_state(trainer, is_loading=False) | run, str(draft))
+    except CheckpointException as error:  # Megatron tells all ranks
+        free = shutil.disk_usage(draft).free / 2**30
+        raise RecipeError(
+            f"--save {target} cannot be written, with {free:.1f} GiB of disk free; make room and resume"
+        ) from error
     overlap_train.check()  # a wait that gave up has left NaN in what was written
     dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
     if dist.get_rank() == 0:

@@ -30,8 +30,8 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
         OverlapTimeoutError: a peer did not arrive in time.
     """
     train_on, validate_on = read_samples(settings)
-    folder = checkpoint.found(settings)
     device = join_ranks(settings.distributed_timeout_minutes)
+    folder = checkpoint.find(settings)
     divide_ranks(settings)
     make_deterministic(settings)
     trainer = build_trainer(settings, build_model(settings, overlap, device))

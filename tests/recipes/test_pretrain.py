@@ -45,6 +45,7 @@ def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
         "another model": (*TWO_LAYERS, "--load", first),
         "no checkpoint": ("--load", folder),
         "would overwrite": ("--save", first),
+        "cannot be written": ("--save", "/proc/nowhere"),
         "no text": ("--text", "/no/such/file"),
         "diverges": ("--lr", 1e20, "--lr-warmup-iters", 0, "--save", folder / "diverged"),
     }
@@ -168,6 +169,7 @@ def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(ranks: 
         ("another model", ["--num-layers 1", "pass --num-layers 1"]),
         ("no checkpoint", ["--load", "has no checkpoint"]),
         ("would overwrite", ["--save", "add --load"]),
+        ("cannot be written", ["--save /proc/nowhere cannot be written: "]),
         ("no text", ["--text /no/such/file cannot be read"]),
         ("diverges", ["the gradient norm", "--lr"]),
     ],
