@@ -42,14 +42,12 @@ def step_flops(settings: Settings) -> float:
     return 6.0 * tokens * (settings.num_layers * (attention + mlp) + hidden * settings.vocabulary_rows)
 
 
-def rows_of(plan: Plan, measured: Measured, ranks: int, peak: float | None) -> list[Row]:
-    """A row for each variant of the plan; figures of one that did not run are None, and `status` says why."""
-    return [_row(plan, name, measured, ranks, peak) for name in plan.names]
+def row_of(plan: Plan, name: str, measured: Measured, peak: float | None) -> Row:
+    """Times are medians over rounds, MFU is a fraction of the peak, losses are nats per byte.
 
-
-def _row(plan: Plan, name: str, measured: Measured, ranks: int, peak: float | None) -> Row:
-    """Times are medians over rounds, MFU is a fraction of the peak, losses are nats per byte."""
-    settings, run = measured.settings, measured.ran.get(name)
+    Figures of a variant that did not run are None, and `status` says why.
+    """
+    settings, run, ranks = measured.settings, measured.ran.get(name), dist.get_world_size()
     row: dict[str, Any] = {
         "model": settings.model, "title": settings.title, "layers": settings.num_layers, "variant": name, "gpus": ranks,
         "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size, "seq": settings.seq_length, "tp": settings.tp,
@@ -171,11 +169,9 @@ def draw(folder: Path) -> Path:
     drawn = {title: bars_of(rows, key, factor) for title, rows in panels.items()}
     device, baseline = document["hardware"]["device"], baseline_of({row["variant"] for row in known}, "") or "megatron"
     has_bound = any(bar.bound is not None for some in drawn.values() for bar in some)
-    machine = f"{known[0]['gpus']} " + (
-        "CPU processes" if device == "cpu" else f"x {device.removeprefix('NVIDIA ').split()[0]}"
-    )
+    ranks = "CPU processes" if device == "cpu" else f"x {device.removeprefix('NVIDIA ').split()[0]}"
     header = (
-        f"Training on {machine}: {what}, and speed-up of a step over {VARIANTS[baseline]}",
+        f"Training on {known[0]['gpus']} {ranks}: {what}, and speed-up of a step over {VARIANTS[baseline]}",
         "Higher is better." + " Perfect overlap: overlap_train's step without its exposed communication." * has_bound,
         *overtakers(known),
         *["A CUDA graph is compared with a graph; how much of it is exposed is not known."]
@@ -209,7 +205,7 @@ class Writer:
 
     def add(self, measured: Measured) -> None:
         """Take over one model's results and write all files."""
-        self.rows += rows_of(self.plan, measured, dist.get_world_size(), self.peak)
+        self.rows += [row_of(self.plan, name, measured, self.peak) for name in self.plan.names]
         if dist.get_rank() != 0:
             return
         folder = Path(self.plan.out)
@@ -226,11 +222,8 @@ class Writer:
         Raises:
             RecipeError: on every rank, where a variant did not run. Async-TP may be absent.
         """
-        say(
-            "\n"
-            + output.screen(self.rows, notes_of(self.plan, self.rows), COLUMNS)
-            + f"\n {self.plan.out}/mfu.json, mfu.md, mfu.png"
-        )
+        table = output.screen(self.rows, notes_of(self.plan, self.rows), COLUMNS)
+        say(f"\n{table}\n {self.plan.out}/mfu.json, mfu.md, mfu.png")
         missing = [row for row in self.rows if row["status"] != "ran" and row["variant"] != "async_tp"]
         if missing:
             reasons = "; ".join(f"{row['model']} {row['variant']}: {row['status']}" for row in missing)
