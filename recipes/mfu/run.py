@@ -23,7 +23,7 @@ from gpt.program import RecipeError, say
 from gpt.settings import Settings
 from gpt.training import GraphedTrainer, Trainer, micro_batches
 from mfu.alone import Wholes, without_communication
-from mfu.names import AGAIN, USERBUFFERS, bare, is_graph, is_transformer_engine
+from mfu.names import AGAIN, bare, is_graph, is_transformer_engine
 from mfu.plan import WARM_UP_STEPS, Plan
 from mfu.variants import adds_in_place, build_variant, obstacle, release_userbuffers
 from overlap_train import OverlapConfig
@@ -99,9 +99,8 @@ def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, device: torc
     measured = Measured(settings)
     samples, _ = read_samples(settings, is_validated=False)
     stream = batches(samples, 0, settings, device)
-    data = list(
-        islice(stream, settings.train_iters * micro_batches(settings))
-    )  # on the device before anything is timed
+    # On the device before anything is timed.
+    data = list(islice(stream, settings.train_iters * micro_batches(settings)))
     for name in plan.names:
         problem = obstacle(name, settings, device)
         if problem is None:
@@ -121,8 +120,7 @@ def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, device: torc
         say(f" {settings.model}: exposed communication is unknown: {problem}")
     for run in measured.ran.values():
         run.trainer.release()  # NCCL does not end while a graph holds its calls
-    if any(name in USERBUFFERS for name in measured.ran):
-        release_userbuffers()
+    release_userbuffers()
     overlap_train.shutdown()  # the next model has symmetric memory of its own
     return measured
 

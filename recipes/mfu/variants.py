@@ -94,8 +94,9 @@ def name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None
 
 
 def release_userbuffers() -> None:
-    """Free them: they must not outlive the process groups."""
-    importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
+    """Free them, if there are any: they must not outlive the process groups."""
+    if megatron_te.HAVE_TE:
+        importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
 
 
 def use_async_tp(model: GPTModel) -> None:
