@@ -17,7 +17,7 @@ from gpt.settings import Settings
 from mfu.names import ONE_METHOD, VARIANTS, baseline_of, is_graph, is_transformer_engine, label_of
 from mfu.plan import Plan
 from mfu.run import Measured
-from overlap_train.planning.hardware import hardware_of
+from overlap_train.select.system import system_of
 from overlap_train.tools.measure import results as output
 from overlap_train.tools.measure.results import Row
 from overlap_train.tools.pictures.bars import Bar, Scale, bars
@@ -200,7 +200,7 @@ class Writer:
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.plan, self.hardware, self.rows = plan, output.hardware(device, dist.get_world_size()), list[Row]()
-        sheet = hardware_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        sheet = system_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self.peak = plan.peak_tflops or (None if sheet is None else sheet.peak_tflops)
 
     def add(self, measured: Measured) -> None:
