@@ -24,11 +24,9 @@ from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
     METHODS,
-    assert_crosses_before_dx,
     has_taken_a_tile,
     in_networks,
     in_streams,
-    until_the_second_exchange,
 )
 from tests.protocol.test_interleaving_nodes import backward as column_backward
 from tests.protocol.test_interleaving_parts import passes
@@ -100,12 +98,6 @@ def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | 
 def test_a_backward_with_two_exchanges_passes(method: str, world: int, node_ranks: int, one_queue: bool) -> None:
     machine = NodeSimulation(world, node_ranks=node_ranks, one_queue=one_queue, method=method)
     assert_passes(exchanged_backward(machine), range(4))
-
-
-def test_what_is_sent_again_crosses_before_dx() -> None:
-    """All of it: the weight gradient, which hides the exchanges of dx, waits for its last block."""
-    machine = NodeSimulation(4, node_ranks=2)
-    assert_crosses_before_dx(exchanged_backward(machine, calls=1, first=until_the_second_exchange(machine)))
 
 
 @pytest.mark.parametrize("of_a_pass", [column_backward, exchanged_backward])

@@ -23,7 +23,7 @@ from overlap_train.group.signals import Tag
 from overlap_train.ops.ag_gemm import ChunkedGather
 from overlap_train.ops.gemm_rs import ChunkedScatter
 from overlap_train.ops.plan import EnginePlan
-from overlap_train.ops.table import GATHERS, SCATTERS
+from overlap_train.ops.table import IN_NODE
 from overlap_train.schedule.order import GATHER, SCATTER
 from overlap_train.select.choose import Choice
 from overlap_train.select.method import Method
@@ -38,6 +38,8 @@ from overlap_train.tools.tune.candidates import _backward, model_cases, one_a_bu
 from overlap_train.tools.tune.command import keep
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer
+
+GATHERS, SCATTERS = IN_NODE[GATHER], IN_NODE[SCATTER]
 
 CPU = torch.device("cpu")
 M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of the model "tiny": qkv and fc1 [64, 32], proj and fc2 [32, 32]
