@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .config import OverlapConfig
     from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
-    from .planning.choice import Choice, choose
+    from .select.choose import Choice, choose
     from .select.passes import Pass
     from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
     from .ulysses.attention import attention_output_linear, qkv_all_to_all
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
-    "planning.choice": ("Choice", "choose"),
+    "select.choose": ("Choice", "choose"),
     "select.passes": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
     "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),

@@ -8,10 +8,9 @@ from dataclasses import Field, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any
 
-from .methods import TRAITS
-
 SLOTS = ("qkv", "proj", "fc1", "fc2", "output")  # of linears; those of memory are protocol/slot.py's
-METHODS = ("auto", *TRAITS)
+METHODS = ("auto", "fused", "direct", "low_latency", "chunked", "collective")
+_LEAST_CALLS = 2 * (len(METHODS) - 1)
 MOST_CTAS = 32  # of one of NCCL's communicators; a sum between nodes may be given no more either
 
 
@@ -45,9 +44,9 @@ _FOLDER = SettingRule("must name a folder, which need not exist", lambda value: 
 _NODE = _whole("must be a number of ranks, or 0 to find the nodes", 0)
 _SMS = _whole(f"must be a number from 1 to {MOST_CTAS}, or 0 to measure it", 0, MOST_CTAS)
 _CALLS = _whole(
-    f"must be at least {2 * len(TRAITS)}, so that each method runs twice and its first call, which may compile, need not count, "
+    f"must be at least {_LEAST_CALLS}, so that each method runs twice and its first call, which may compile, need not count, "
     "or 0 for none",
-    2 * len(TRAITS),
+    _LEAST_CALLS,
     zero=True,
 )
 

@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 4 recipes/pretrain_gpt.py --overlap-train --model llama3-8b --num-layers 8     (GPUs)
 
 The text is read as bytes. Prints Megatron's iteration lines, the validation loss next to that of a byte-bigram model, and a
-sample of generated text. The modules of recipes/gpt have the parts: text, model, training, checkpoints, sample.
+sample of generated text. recipes/gpt has the parts; recipes/gpt/loop.py is where to begin.
 """
 
 from __future__ import annotations
@@ -24,24 +24,20 @@ def main() -> int:
 
 
 def train(arguments: list[str]) -> None:
-    """Read the flags, join the other ranks and train.
+    """Read the flags and train.
 
     Raises:
-        RecipeError: flags that are wrong by themselves or contradict each other, or what the run itself refuses.
+        RecipeError: on every rank, for what the user can put right.
     """
     import torch
 
-    from gpt.program import join_ranks
-    from gpt.rules import read_flags
+    from gpt.settings import read_flags
 
-    size, on_gpu = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
-    settings, overlap, notes = read_flags(arguments, __doc__, size, on_gpu)
-    world = join_ranks(settings.distributed_timeout_minutes)
-    for note in notes:
-        world.say(f" {note}")
-    from gpt.run import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    settings, overlap = read_flags(arguments, __doc__, ranks, torch.cuda.is_available())
+    from gpt.loop import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
 
-    run(settings, overlap, world)
+    run(settings, overlap)
 
 
 if __name__ == "__main__":

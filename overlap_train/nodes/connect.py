@@ -19,8 +19,8 @@ from ..group.span import OneNode
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan
-from ..planning.sm_budget import SmBudget, in_words
 from ..schedule.order import Topology
+from ..select.sm_budget import SmBudget, in_words
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
 from ..symmetric.host import Offer, Place

@@ -16,10 +16,9 @@ from typing import TypeAlias
 
 import torch
 
-from ..planning.cost import node_sum_gbs
-from ..planning.sm_budget import SmBudget
 from ..schedule.inter_node import send_recvs
 from ..schedule.order import GATHER, Topology
+from ..select.sm_budget import SmBudget, node_sum_gbs
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from .engines import Piece, grid_of
 from .nccl import Failures, NcclTransport
@@ -158,7 +157,7 @@ def settle(agreement: Agreement, topology: Topology, device: torch.device, wire_
 
 
 def fewest_sms(needed: float, measure: Callable[[int], float], most: int) -> tuple[int, float]:
-    """Find the fewest SMs that reach `needed` GB/s, or `most` (planning/sm_budget.py). Returns them, and what they reach.
+    """Find the fewest SMs that reach `needed` GB/s, or `most` (select/sm_budget.py). Returns them, and what they reach.
 
     measure: returns the GB/s of so many SMs, the same on all ranks. Each SM more brings less than the one before it. Therefore
     the number worked out from the last figure is never too many.

@@ -8,17 +8,14 @@ from functools import cached_property
 import torch
 
 from ..config import OverlapConfig, flag_name
-from ..methods import TRAITS
 from ..ops.plan import EnginePlan, Planner
-from ..planning.choice import Choice
-from ..planning.variants import CHUNK_COUNTS, Variant
 from ..schedule.inter_node import SendRecv, legs, send_recvs
 from ..schedule.order import A2A_GEMM, SCATTER, Topology
 from ..schedule.transfers import Legs
+from ..select.choose import Choice
+from ..select.method import CHUNK_COUNTS, Method
 from ..select.passes import Pass
 from ..select.tiling import blocks_together
-
-_WHOLE = Variant(chunks=1)  # nothing multiplies a chunk while the next one comes
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class InterNodePlan(EnginePlan):
 
     @property
     def error(self) -> str | None:
-        if not self.slots or TRAITS[self.method].crosses:
+        if not self.slots or Method(self.method).crosses:
             return None
         return (
             f"method={self.method!r} in a group of {self.nodes} nodes: its kernels send inside one node only; use "
@@ -80,7 +77,7 @@ class InterNodePlanner(Planner):
             reduce_sms=config.reduce_sms if adds else 0,
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
-            wait_sms=int(TRAITS[plan.method].multiplies),
+            wait_sms=int(Method(plan.method).multiplies),
             together=blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind == A2A_GEMM else 1,
             by_rows=plan.method == "chunked" and pays_by_rows(plan.kind, topology, plan.chunks),
         )
@@ -98,9 +95,10 @@ class InterNodePlanner(Planner):
     def without_product(self, config: OverlapConfig) -> Choice:
         if config.method == "auto":
             unmeasured = "auto: not tuned: all-to-alls beside a product across nodes are not measured"
-            return Choice("collective", unmeasured)
+            return Choice(Method("collective"), unmeasured)
         choice = super().without_product(config)
-        return choice if choice.method == "collective" else replace(choice, variant=_WHOLE)
+        # In one chunk: nothing multiplies a chunk while the next one comes.
+        return choice if choice.method == "collective" else choice.by(chunks=1)
 
     def _across(self, plan: EnginePlan, exchanges: tuple[SendRecv, ...]) -> InterNodePlan:
         return InterNodePlan(

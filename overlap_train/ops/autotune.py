@@ -13,21 +13,20 @@ import torch.distributed as dist
 from ..config import OverlapConfig, flag_name
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, may_hold
-from ..planning import table, table_key
-from ..planning.table import Table, Winner
-from ..planning.trial import TrialKey, is_known, key_of, methods_to_try, winners
+from ..select import table
+from ..select.autotune import Autotune, RunKey, Timed, TimedBracket, is_known, key_of, methods_to_try, winners, work_of
 from ..select.passes import Pass
+from ..select.table import Table, Winner
 from ..warn import warn_user
 from .plan import Plan
 from .plan_cache import Planned, PlannedOp, Scope, settled_plan, why_not_here
-from .trials import Timed, TimedBracket, Trial, work_of
 
 
 @dataclass(kw_only=True)
 class Candidate(Planned):
     """A plan by one of the methods that take turns. work: of a call (select/autotune.py)."""
 
-    run: Trial
+    run: Autotune
     method: str
     work: int
 
@@ -45,7 +44,7 @@ class InRun(Planned):
     """The plan that `auto` would take, and those that take turns. The former runs each linear's first call, CUDA graphs, and the
     turns of methods that do not serve these sizes. It is not timed."""
 
-    run: Trial
+    run: Autotune
     candidates: tuple[Planned, ...]
 
     @property
@@ -61,7 +60,7 @@ class InRun(Planned):
         return False
 
     @property
-    def trial(self) -> Trial | None:
+    def trial(self) -> Autotune | None:
         """The run; None in a CUDA graph, which keeps its plan whatever the run finds."""
         return None if self.domain.is_capturing() else self.run
 
@@ -99,7 +98,7 @@ class InRun(Planned):
         run.captured.add(name)
 
 
-def _candidates(planned: Planned, run: Trial, plans: dict[str, Plan], work: int) -> tuple[Planned, ...]:
+def _candidates(planned: Planned, run: Autotune, plans: dict[str, Plan], work: int) -> tuple[Planned, ...]:
     """In turn, of each method: its plan, or the untuned one where the method does not serve these sizes."""
     domain, trains = planned.domain, planned.trains
     return tuple(
@@ -109,12 +108,12 @@ def _candidates(planned: Planned, run: Trial, plans: dict[str, Plan], work: int)
 
 
 class AutotuneRuns:
-    """The autotune runs of one domain, by what their linears have in common (TrialKey). None stands for a run that has ended, or
+    """The autotune runs of one domain, by what their linears have in common (RunKey). None stands for a run that has ended, or
     was not needed: each is made once."""
 
     def __init__(self, domain: OverlapDomain) -> None:
         self._domain = domain
-        self._trials: dict[TrialKey, Trial | None] = {}
+        self._trials: dict[RunKey, Autotune | None] = {}
 
     def begun(self, planned: Planned, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor) -> Planned:
         """The plan in a trial, where a measurement is wanted: `auto` of a linear of which none was made.
@@ -162,18 +161,18 @@ class AutotuneRuns:
                 admitted[method], needed = plan, together
         return admitted
 
-    def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig) -> Trial | None:
+    def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig) -> Autotune | None:
         device = self._domain.device
         key = key_of(fprop, device)
         if key not in self._trials:
-            self._trials[key] = Trial(fprop, methods, config.tune_steps, device) if len(methods) > 1 else None
+            self._trials[key] = Autotune(fprop, methods, config.tune_steps, device) if len(methods) > 1 else None
         return self._trials[key]
 
-    def is_under_way(self, trial: Trial) -> bool:
+    def is_under_way(self, trial: Autotune) -> bool:
         """Whether a trial has not ended."""
         return self._trials.get(key_of(trial.fprop, self._domain.device)) is trial
 
-    def outcome(self, trial: Trial, known: Table, name: str) -> list[Winner]:
+    def outcome(self, trial: Autotune, known: Table, name: str) -> list[Winner]:
         """The winners, the same on all ranks; the trial is over. Communicates. name: of the linear whose call ends it."""
         domain = self._domain
         what = f"{name}: tell what each method took in {trial.steps} calls"
@@ -181,7 +180,7 @@ class AutotuneRuns:
         self._trials[key_of(trial.fprop, domain.device)] = None
         return winners(trial.fprop, of_all_ranks, known, domain.device, domain.topology.nodes)
 
-    def keep(self, found: Sequence[Winner], trial: Trial, name: str) -> None:
+    def keep(self, found: Sequence[Winner], trial: Autotune, name: str) -> None:
         """Rank 0 of the group stores the winners, for the next run. Rank 0 of the job prints them."""
         where = _save(self._domain, found) if self._domain.rank == 0 else ""
         if dist.get_rank() == 0:
@@ -192,7 +191,7 @@ def _save(domain: OverlapDomain, found: Sequence[Winner]) -> str:
     """Store winners, on rank 0 for all: home folders differ. Returns where they are, in words; a folder that cannot be written is
     a warning."""
     folder = domain.config.tuning_dir
-    key = table_key.key_of(domain.device, domain.world_size, domain.topology.nodes, domain.config.network)
+    key = table.key_of(domain.device, domain.world_size, domain.topology.nodes, domain.config.network)
     try:
         return f"kept in {table.save(folder, key, found)}"
     except OSError as error:
@@ -200,7 +199,7 @@ def _save(domain: OverlapDomain, found: Sequence[Winner]) -> str:
         return "for this run only"
 
 
-def _print(found: Sequence[Winner], trial: Trial, name: str, where: str) -> None:
+def _print(found: Sequence[Winner], trial: Autotune, name: str, where: str) -> None:
     first = f"overlap_train: {name} and linears of about its sizes ({trial.fprop}), in {trial.steps} calls, {where}:"
     directions = (f"  {_DIRECTIONS[winner.measured.kind == trial.fprop.kind]} {_in_words(winner)}" for winner in found)
     print(first, *(directions if found else ["  too few calls to tell"]), sep="\n", file=sys.stderr, flush=True)
@@ -212,7 +211,7 @@ _DIRECTIONS = ("backward", "forward")
 def _in_words(winner: Winner) -> str:
     """ "fused (fused 0.412 ms, direct 0.430 ms)"."""
     times = sorted(winner.ms.items(), key=lambda item: item[1])
-    return f"{winner.method} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"
+    return f"{winner.how} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"
 
 
 _MOST_PLANS = 1024

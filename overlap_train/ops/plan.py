@@ -11,28 +11,21 @@ import torch
 
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
-from ..methods import TRAITS
-from ..planning.choice import Choice, alone, choose, in_variant
-from ..planning.table import Table
-from ..planning.variants import CHUNK_COUNTS, PLAIN, Variant
-from ..planning.waves import strips_to_spare
 from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER, Topology, sources
 from ..schedule.transfers import Legs, legs
+from ..select.choose import Choice, alone, choose
 from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
+from ..select.method import Method
 from ..select.passes import SCATTER_AND_WGRAD, Pass
+from ..select.table import Table
+from ..select.tiles import chunks_of
 from ..select.tiling import (
     HOPPER,
     HOPPER_TILE,
     LIBRARY,
     PORTABLE,
     TileConfig,
-    chunk_count,
-    direct_chunk_count,
-    equal_chunks,
-    network_chunk_count,
-    pays_in_short_chunks,
     portable_tile,
-    products_that_fill,
     tma_reads,
     tma_reads_weight,
 )
@@ -53,7 +46,7 @@ class EnginePlan:
     kind: str
     method: str
     reason: str
-    variant: Variant
+    variant: Method
     kernels: str
     tile: TileConfig
     chunks: int
@@ -98,12 +91,12 @@ class EnginePlan:
     @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
-        return self.kind == A2A_GEMM and TRAITS[self.method].pushes
+        return self.kind == A2A_GEMM and Method(self.method).pushes
 
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind == GEMM_A2A and TRAITS[self.method].pushes and self.inside_node
+        return self.kind == GEMM_A2A and Method(self.method).pushes and self.inside_node
 
     @property
     def error(self) -> str | None:
@@ -127,20 +120,20 @@ class Planner:
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
         kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-        chunks = chunks_of(choice, pass_, device, self.topology.nodes, self.gbs)
-        if choice.variant.chunks:  # these rows may not divide into as many as were measured
-            choice = in_variant(choice, replace(choice.variant, chunks=chunks))
+        chunks = chunks_of(choice.how, pass_, device, self.topology.nodes, self.gbs)
+        if choice.how.chunks:  # these rows may not divide into as many as were measured
+            choice = choice.by(chunks=chunks)
         kernels = _kernels(kind, choice, pass_, device, w)
         tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
         route, order = self.legs(kind, chunks, tiled=choice.method == "fused"), sources(self.topology, kind)
-        return EnginePlan(kind, choice.method, choice.reason, choice.variant, kernels, tile, chunks, route, order)
+        return EnginePlan(kind, choice.method, choice.reason, choice.how, kernels, tile, chunks, route, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
         route = self.legs(fprop.kind, chunks=1, tiled=False)
-        return EnginePlan(fprop.kind, method, "for wgrad", PLAIN, LIBRARY, fprop.tile, 1, route, fprop.sources)
+        return EnginePlan(fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources)
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """An exchange alone, beside a product of another group."""
@@ -149,8 +142,8 @@ class Planner:
     def without_product(self, config: OverlapConfig) -> Choice:
         """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
         if config.method == "collective":
-            return Choice("collective", "asked for")
-        return Choice("chunked", "beside a product", PLAIN)
+            return Choice(Method("collective"), "asked for")
+        return Choice(Method("chunked"), "beside a product")
 
 
 def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> Planner:
@@ -160,39 +153,8 @@ def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> P
     return planner
 
 
-def chunks_of(choice: Choice, pass_: Pass, device: torch.device, nodes: int, gbs: float = 0.0) -> int:
-    """Into how many each block is cut: as measured across nodes, else as a rule says. gbs: of the network between nodes."""
-    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
-    row_bytes = pass_.row_features * pass_.dtype.itemsize
-    if choice.variant.chunks:
-        return equal_chunks(m_shard, choice.variant.chunks)
-    if nodes > 1 and on_gpu and TRAITS[choice.method].pushes:  # one is multiplied while the next is on its way
-        local = pass_.world // nodes
-        most = _network_products(choice.method, pass_, local)
-        return network_chunk_count(m_shard, row_bytes, most, pays_in_short_chunks(local, gbs))
-    if not TRAITS[choice.method].multiplies or choice.variant.whole:
-        return 1
-    spare = strips_to_spare(pass_, device, choice.variant.split_reduction)
-    if choice.method == "direct":
-        return direct_chunk_count(m_shard, on_gpu, spare)
-    # Of A2A + GEMM every tile waits for a chunk, and the first one counts: 65536 x 2048 x 2048 took 423 us with 4 of them (2 x
-    # H200). The simulator says 429, with 8 chunks 406; the GEMM alone takes 379.
-    most = 8 if pass_.kind == A2A_GEMM else 4
-    return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
-
-
-def _network_products(method: str, pass_: Pass, local: int) -> int:
-    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
-    if method == "fused" and pass_.kind not in INBOUND and local == 1:
-        return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
-    # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
-    at_once = local if method == "fused" and pass_.kind == GATHER else 1
-    columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
-    return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once)
-
-
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
-    if not TRAITS[choice.method].multiplies:
+    if not Method(choice.method).multiplies:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
         device, pass_.dtype, pass_.row_features, 0
@@ -242,7 +204,7 @@ def make_plan(
         forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, second))
         pushes_again = sends_again and forward.method != "collective"
         if spec.sends_input and not pushes_again:  # it would collide with nothing
-            backward = in_variant(backward, replace(backward.variant, barrier_first=False))
+            backward = backward.by(barrier_first=False)
         fprop = planner.plan(forward, first, device, w)
         dgrad = dgrad_alone = planner.plan(backward, second, device, w)
         if (by_itself := alone(backward, second, device)) != backward:
@@ -261,10 +223,7 @@ def _request(
 ) -> Request:  # fmt: skip
     """What ranks compare, and the memory that a slot needs. engines: of forward, backward, and of what is sent again."""
     fprop, dgrad, _ = engines
-    how = (
-        f"method {fprop.variant.named(fprop.method)} forward and {dgrad.variant.named(dgrad.method)} backward, "
-        f"gathered_input={config.gathered_input}"
-    )
+    how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     received = spec.slot_bytes(x, w, world)
     methods = {engine.method for engine in engines if engine is not None}
     return Request(
@@ -288,7 +247,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -
             refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
             if refused is not None:
                 return refused
-        if device.type == "cuda" or not TRAITS[engine.method].kernels:
+        if device.type == "cuda" or not Method(engine.method).kernels:
             continue
         if not interpreted():
             return (
@@ -296,7 +255,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if TRAITS[engine.method].multiplies and plan.dtype == torch.bfloat16:
+        if Method(engine.method).multiplies and plan.dtype == torch.bfloat16:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "

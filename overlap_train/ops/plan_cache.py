@@ -16,12 +16,12 @@ from ..group.domain import OverlapDomain
 from ..group.memory import Request, prepare
 from ..group.registry import domain_of
 from ..group.signals import Tag
-from ..planning import table, table_key
-from ..planning.table import Table
+from ..select import table
+from ..select.autotune import Autotune
+from ..select.table import Table
 from .launch import is_interpreted
 from .plan import Plan, barrier_first, make_plan, why_not, why_not_across_nodes
 from .spec import OperatorSpec, autocast_error
-from .trials import Trial
 
 _MOST_NAMES = 4096  # linears of one shape
 _MOST_PLANS = 1024
@@ -29,7 +29,7 @@ _CONFIGS = (OverlapConfig, type(None))
 Scope = AbstractContextManager[None]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
-OnPlan = Callable[[Plan, Trial | None], None]
+OnPlan = Callable[[Plan, Autotune | None], None]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Planned:
         return all(engine.slots or self.domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
 
     @property
-    def trial(self) -> Trial | None:
+    def trial(self) -> Autotune | None:
         """The autotune run in which a linear takes part by its next call."""
         return None
 
@@ -188,7 +188,7 @@ class PlanCache:
         config, world = domain.config, domain.world_size
         found = domain.find_nodes(
             f"{name}: the group's first call",
-            lambda nodes: table.read(config.tuning_dir, table_key.key_of(domain.device, world, nodes, config.network)),
+            lambda nodes: table.read(config.tuning_dir, table.key_of(domain.device, world, nodes, config.network)),
         )
         return cls(domain, found)
 
@@ -271,7 +271,7 @@ class PlanCache:
             prepare(domain, Request(spec.name, plan.request.shapes, how), None, name, _trained(x, w))
         return self.runs.begun(planned, config, self.table, x, w)
 
-    def end_run(self, trial: Trial, name: str) -> None:
+    def end_run(self, trial: Autotune, name: str) -> None:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
         found = self.runs.outcome(trial, self.table, name)

@@ -11,10 +11,11 @@ with what it receives, and says in which turns all of it is enqueued). Tests hol
     a2a_gemm              rank R sends chunk 0 of their rows to R+1, R+2, ..., then chunk 1; every tile of its own rows multiplies
                           its own columns, then those of R-1, R-2, ..., in one accumulator
 
-Across nodes each byte crosses the network once, between ranks of equal local rank (rail peers). Gather and scatter go in two steps:
+Across nodes each byte crosses the network once, between ranks of equal local rank, its rail peers. Gather and scatter go in two
+steps:
 
-    gather                a shard goes to the rail peers first, then to the own node; what arrives from one is passed on inside the
-                          node. Tiles in order of arrival: own, own node, then far node by far node, of each the first chunk of
+    gather                a shard goes to the rail peers first, then to the own node; what arrives from one is passed on inside
+                          the node. Tiles in order of arrival: own, own node, then far node by far node, of each the first chunk of
                           all its ranks, then the second
     scatter               for each node, far ones first and the own one last: the blocks of its ranks go to their rail peers
                           inside this node, which add them up; the sum goes to the far one

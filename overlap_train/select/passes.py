@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..planning.hardware import COPY_GBS, GEMM_TFLOPS
 from ..schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
 
 SCATTER_AND_WGRAD = "scatter, wgrad"
@@ -52,16 +51,6 @@ class Pass:
         """The features of one row of a block that a peer sends."""
         features = self.k if self.kind in INBOUND else self.n
         return features // self.world if self.kind in EXCHANGES else features
-
-    @property
-    def gemm_us(self) -> float:
-        """Microseconds of this rank's product, at the rate of a long run."""
-        return 2 * self.rows * self.n * self.k / (GEMM_TFLOPS * 1e6)
-
-    @property
-    def copy_us(self) -> float:
-        """Microseconds that NVLink takes for what one rank sends, with the gaps between copies."""
-        return (self.world - 1) / self.world * self.m * self.row_features * self.dtype.itemsize / (COPY_GBS * 1e3)
 
     @property
     def bucket(self) -> Bucket:

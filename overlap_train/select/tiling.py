@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..planning.variants import CHUNK_COUNTS
+from .method import CHUNK_COUNTS
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
 
 # A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB. Chunks shorten the end:
 # of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
-# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (untuned_variant.py: sent whole).
+# with 8 MiB and 0.93 with 16 (4 x H200); where copies outweigh the GEMM 16 are 9 % faster (select/choose.py: sent whole).
 _SHORTEST_COPY = 8 << 20
 # Between nodes of one rank nothing is passed on by such copies, and exchanges in a row cost no more than one: 32 MiB took 13.7 to
 # 14.8 ms in 4, 8, 16 and 32 of them, and 15.1 in one (2 x H200, sockets, 2.5 GB/s). But each keeps the host for 0.2 to 0.4 ms. A
@@ -23,16 +23,13 @@ _SHORTEST_EXCHANGE, _SLOW_GBS = 4 << 20, 10.0
 # of 8192 x 14336 x 4096 took 0.672 ms so and 0.689 with chunks half as long (2 x H200).
 _SHORTEST_DIRECT = 1024
 
-# A product with fewer tiles than a GPU has SMs takes as long as one of so many (H100, H200). Cut further, the gathers of eight
-# models over two nodes of 8 x H800 are 1.13 times as fast as NCCL, like this 1.40 (benchmarks/planner/ditron.md, planned).
-FILLS_A_GPU = 132
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Target:
-    """A GPU that need not be here, where plans ask for a device."""
+    """A GPU that need not be here, where plans ask for a device. sms: streaming multiprocessors."""
 
     capability: tuple[int, int]
+    sms: int
     type: str = "cuda"
 
 
@@ -100,7 +97,7 @@ def chunk_count(
 ) -> int:
     """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
 
-    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile, or no more than `may_cost` strips (waves.py:
+    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile, or no more than `may_cost` strips (select/tiles.py:
     strips_to_spare), and leaves no chunk of less than `shortest` bytes; on the CPU 2 where the rows are even.
     """
     if not on_gpu:
@@ -125,9 +122,10 @@ def network_chunk_count(m_shard: int, row_bytes: int, products: int, in_short: b
     return chunk_count(m_shard, row_bytes, True, max(1, min(most, products)), shortest)
 
 
-def products_that_fill(m_shard: int, n: int, at_once: int) -> int:
-    """Into how many products `at_once` blocks of m_shard rows and n columns can be cut so that the tiles of each fill a GPU."""
-    return at_once * HOPPER_TILE.count(m_shard, n) // FILLS_A_GPU
+def products_that_fill(m_shard: int, n: int, at_once: int, sms: int) -> int:
+    """Into how many products `at_once` blocks of m_shard rows and n columns can be cut so that the tiles of each fill the SMs
+    of a GPU: one with fewer tiles takes as long as one of so many."""
+    return at_once * HOPPER_TILE.count(m_shard, n) // sms
 
 
 def equal_chunks(m_shard: int, most: int) -> int:

@@ -17,7 +17,7 @@ from ..group.registry import domain_of
 from ..ops.autotune import InRun
 from ..ops.plan_cache import OnPlan, Planned, plan_of, refuse
 from ..ops.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
-from ..ops.trials import Trial
+from ..select.autotune import Autotune
 from .attention_layout import QkNorm, Rotary
 from .exchange import Linear, TimedLinear
 from .layout import AttentionHeads, SequenceLayout
@@ -131,9 +131,9 @@ class Call:
     group: dist.ProcessGroup
     domain: OverlapDomain
     terms: Terms
-    trial: Trial | None = None
+    trial: Autotune | None = None
     method: str = ""
-    takes_part: Trial | None = None
+    takes_part: Autotune | None = None
     is_begun: bool = False
 
     @property

@@ -10,7 +10,7 @@ What the linears of Ulysses do, part by part, forward and backward.
 `to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
 it multiplies the next one (ahead.py).
 
-A call of a Ulysses linear while methods take turns (operators/trials.py): it is timed as a whole.
+A call of a Ulysses linear while methods take turns (select/autotune.py): it is timed as a whole.
 
 The exchange of one part runs beside the product of another, so that parts have no times of their own.
 """
@@ -29,8 +29,8 @@ from ..group.domain import profiled
 from ..ops.a2a_gemm import Receiver
 from ..ops.gemm_a2a import Exchange
 from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all
-from ..ops.trials import Timed, TimedBracket, Trial
 from ..ops.wgrad import WeightGradient
+from ..select.autotune import Autotune, Timed, TimedBracket
 from .parts import Give, Part, ProductStep, Read, Step, run_steps
 from .rows import Rows
 
@@ -221,7 +221,7 @@ def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:
 class TimedLinear(Linear):
     """A call that is timed, for a trial: forward, and backward where it gives an input gradient."""
 
-    trial: Trial
+    trial: Autotune
     name: str
     method: str
 

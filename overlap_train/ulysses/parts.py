@@ -24,7 +24,7 @@ from ..ops.gemm_a2a import Exchange
 from ..ops.plan import EnginePlan
 from ..ops.plan_cache import PlannedOp
 from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all, start_pulled_gemm_all_to_all
-from ..planning.hardware import GEMM_TFLOPS
+from ..select.system import H200, System
 
 Give = Callable[[], torch.Tensor]
 Read = Callable[[Any], None]  # takes what `start` returns
@@ -141,10 +141,10 @@ class Part:
         return Step(domain, plan, tags.wgrad, bracket, give, read)
 
 
-def parts_that_hide(rows: int, n: int, k: int) -> int:
+def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
     """The number of parts into which a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another;
     1: it stays whole."""
-    gemm_us = 2 * rows * n * k / (GEMM_TFLOPS * 1e6)
+    gemm_us = 2 * rows * n * k / (system.sustained_tflops * 1e6)
     return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
 
 

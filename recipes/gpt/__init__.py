@@ -8,15 +8,11 @@ import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-NEEDED = ("torch", "megatron.core", "overlap_train")
 
 
 def check_packages(program: str) -> None:
-    """Exit with status 2 where a package is missing. Rank 0 prints one line that says how to install it.
-
-    A program calls this before it imports anything but the standard library.
-    """
-    missing = [name for name in NEEDED if not _is_there(name)]
+    """Exit with status 2 and one line of rank 0 where a package is missing. Call it before other packages are imported."""
+    missing = [name for name in ("torch", "megatron.core", "overlap_train") if not _is_there(name)]
     if missing:
         if os.environ.get("RANK", "0") == "0":
             install = f"{sys.executable} -m pip install -e '{CHECKOUT}[megatron]'"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from gpt.program import RecipeError, refused_by_rule
+from gpt.program import refused_by_rule
 from gpt.settings import SMALL, Settings
-from gpt.streams import on_stream, prepare_random_states
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
-
-DENSE_ONLY = ("fc1", "fc2")  # the linears that experts have in their place
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Model:
 
     bare: GPTModel
     trained: DistributedDataParallel
-    config: TransformerConfig
     stream: torch.cuda.Stream | None = None  # the one to train in, with --cuda-graph 1
 
 
@@ -42,7 +39,6 @@ class Modules:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-Change = Callable[[GPTModel], None]
 OURS = Modules()  # our norm and attention, Megatron's linears
 
 
@@ -50,28 +46,43 @@ def build_model(
     settings: Settings,
     overlap: OverlapConfig | None,
     device: torch.device,
-    change: Change | None = None,
+    change: Callable[[GPTModel], None] | None = None,
     modules: Modules = OURS,
 ) -> Model:
     """Build it on `device`: bf16 on a GPU, fp32 on the CPU, with overlapped linears where `overlap` is given.
 
-    `change` is called with the bare model before anything wraps it. The initial weights depend on `settings.seed` only;
-    those of the small model are the same for every `tp`, `cp` and `pp`. Raises RecipeError where enable() refuses.
+    `change` is called with the bare model before anything wraps it. The initial weights depend on `settings.seed` and pp; those
+    of the small model are the same for every tp and cp. Raises RecipeError where Megatron-Core or enable() refuses.
     """
-    on_gpu = device.type == "cuda"
-    prepare_random_states(settings)
-    bare = _with_weights(settings, on_gpu, modules).to(device)
-    if overlap is not None:
-        if settings.experts:
-            overlap = replace(overlap, slots=tuple(slot for slot in overlap.slots if slot not in DENSE_ONLY))
-        with refused_by_rule():
+    on_gpu, stage = device.type == "cuda", parallel_state.get_pipeline_model_parallel_rank()
+    if settings.cuda_graph:  # lets a capture switch between Megatron's random states, which draw the same numbers
+        initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(settings.seed + 100 * stage)  # as Megatron-LM has it
+    torch.manual_seed(settings.seed + 100 * stage)
+    with refused_by_rule():
+        config = transformer_config(settings, on_gpu, modules.config)
+        bare = GPTModel(
+            config,
+            modules.block_spec(config),
+            vocab_size=settings.vocabulary_rows,
+            max_sequence_length=settings.seq_length,
+            pre_process=stage == 0,
+            post_process=stage == settings.pp - 1,
+            position_embedding_type="rope",
+            rotary_base=settings.rope_base,
+            share_embeddings_and_output_weights=False,
+        ).to(device)
+        if overlap is not None:
+            if settings.experts:  # in the place of fc1 and fc2
+                overlap = replace(overlap, slots=tuple(slot for slot in overlap.slots if slot not in ("fc1", "fc2")))
             enable(bare, overlap)
     if change is not None:
         change(bare)
-    config, stream = bare.config, torch.cuda.Stream() if settings.cuda_graph else None
+    # DDP keeps the nodes that collect gradients, and these run in the stream in which DDP was built: the one that is captured.
+    stream = torch.cuda.Stream() if settings.cuda_graph else None
     with on_stream(stream):
-        trained = DistributedDataParallel(config, _ddp_config(on_gpu), Float16Module(config, bare) if on_gpu else bare)
-    return Model(bare, trained, config, stream)
+        wrapped = Float16Module(config, bare) if on_gpu else bare
+        return Model(bare, DistributedDataParallel(config, _ddp_config(on_gpu), wrapped), stream)
 
 
 def _ddp_config(on_gpu: bool) -> DistributedDataParallelConfig:
@@ -82,49 +93,17 @@ def _ddp_config(on_gpu: bool) -> DistributedDataParallelConfig:
     )
 
 
-def _with_weights(settings: Settings, on_gpu: bool, modules: Modules) -> GPTModel:
-    """`bare_model` with its initial weights. Each stage of the small model takes its part of the whole model's."""
-    is_small = settings.model == SMALL
-    seed = settings.seed if is_small else settings.seed + 100 * _stage(settings)  # as Megatron-LM has it
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    torch.manual_seed(seed)
-    if settings.pp == 1 or not is_small:
-        return bare_model(settings, on_gpu, modules)
-    whole, part = bare_model(replace(settings, pp=1), on_gpu, modules), bare_model(settings, on_gpu, modules)
-    _take_weights(part, whole)
-    return part
-
-
-@torch.no_grad()
-def _take_weights(part: GPTModel, whole: GPTModel) -> None:
-    """Copy the parameters of a stage from the whole model, whose layers have other numbers."""
-    first = part.decoder.layers[0].layer_number - 1
-    source = dict(whole.named_parameters())
-    for name, parameter in part.named_parameters():
-        parameter.copy_(source[re.sub(r"layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + first}.", name)])
-
-
-def bare_model(settings: Settings, on_gpu: bool, modules: Modules = OURS) -> GPTModel:
-    """Megatron's model that the settings describe: the whole, or this rank's pipeline stage."""
-    if settings.experts and not on_gpu:
-        raise RecipeError(f"--model {settings.model} has experts, which Megatron-Core runs on GPUs only")
-    config, stage = transformer_config(settings, on_gpu, modules.config), _stage(settings)
-    return GPTModel(
-        config,
-        modules.block_spec(config),
-        vocab_size=settings.vocabulary_rows,
-        max_sequence_length=settings.seq_length,
-        pre_process=stage == 0,
-        post_process=stage == settings.pp - 1,
-        position_embedding_type="rope",
-        rotary_base=settings.rope_base,
-        share_embeddings_and_output_weights=False,
-    )
-
-
-def _stage(settings: Settings) -> int:
-    """The pipeline stage of this rank; 0 where the settings ask for the whole model."""
-    return parallel_state.get_pipeline_model_parallel_rank() if settings.pp > 1 else 0
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Enqueue the block into `stream`: after what the caller's stream has, before what it gets next. None: change nothing."""
+    if stream is None:
+        yield
+        return
+    caller = torch.cuda.current_stream()
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield
+    caller.wait_stream(stream)
 
 
 def transformer_config(settings: Settings, on_gpu: bool, others: Mapping[str, Any] = OURS.config) -> TransformerConfig:
@@ -155,9 +134,6 @@ def transformer_config(settings: Settings, on_gpu: bool, others: Mapping[str, An
         pipeline_model_parallel_size=settings.pp,
         pipeline_dtype=dtype if several_stages else None,
         deallocate_pipeline_outputs=several_stages,  # as in Megatron's own training
-        variable_seq_lengths=several_stages and settings.variable_seq_length > 0,
-        # Micro-batches of several lengths: every byte of a step weighs the same, not every micro-batch.
-        calculate_per_token_loss=settings.variable_seq_length > 0,
         # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every
         # tensor-parallel size; billions of them would take minutes.
         use_cpu_initialization=settings.model == SMALL,
@@ -170,9 +146,9 @@ def transformer_config(settings: Settings, on_gpu: bool, others: Mapping[str, An
         moe_ffn_hidden_size=settings.ffn_hidden_size if settings.experts else None,
         moe_router_topk=settings.experts_per_token or 2,
         moe_aux_loss_coeff=settings.expert_balance,
-        moe_token_dispatcher_type="alltoall",  # the default is refused with variable_seq_lengths, experts or not
+        moe_token_dispatcher_type="alltoall",
+        gradient_accumulation_fusion=settings.accumulation_fusion,
         # Fusions that need Apex, or a compiler on the user's machine, stay off.
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -1,4 +1,4 @@
-"""What the recipes' programs have in common: errors of the user, an orderly end, and less noise from Megatron-Core."""
+"""What the recipes' programs have in common: errors of the user, the start of the ranks, and an orderly end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError, shutdown
 from overlap_train.flags import tell
-from overlap_train.tools.measure.world import World, join
 
 TALKATIVE = ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel")
 
@@ -35,66 +35,67 @@ def refused_by_rule() -> Iterator[None]:
         raise RecipeError(" ".join(str(error).split())) from error
 
 
-def join_ranks(minutes: float = 10) -> World:
-    """Start torch.distributed over the ranks of torchrun, or over this process alone, and silence Megatron-Core.
-
-    Args:
-        minutes: how long a collective may take; a checkpoint of a large model takes its time.
+def join_ranks(minutes: float = 10) -> torch.device:
+    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone; returns this rank's device.
 
     Raises:
-        RecipeError: more ranks on this node than GPUs.
+        RecipeError: this node has more ranks than GPUs.
     """
-    _hush_megatron()
-    with refused_by_rule():
-        return join(may_be_alone=True, minutes=minutes)
+    how = {"timeout": timedelta(minutes=minutes)}
+    if "RANK" not in os.environ:
+        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", **how)
+        return torch.device("cpu")
+    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= gpus:
+        raise RecipeError(f"rank {local} of this node has no GPU: there are {gpus}; start fewer (--nproc-per-node)")
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, **how)
+    return device
 
 
 def run_program(name: str, work: Callable[[], None]) -> int:
     """Call `work` in this process of the program `name`; returns the exit status."""
     refusal = None
+    _hush_megatron()
     try:
         work()
     except RecipeError as error:
         refusal = str(error)  # without its traceback, which would keep process groups alive
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
-        sys.stdout.flush()
-        print(f"{name}: error: {error}", file=sys.stderr, flush=True)
-        abandon()
-    except RuntimeError as error:
-        # It waited its time, or its peer closed the connection. NCCL's watchdog ends the process by itself.
+        _abandon(name, str(error))
+    except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process itself
         if "gloo/transport" not in str(error):
             raise
         traceback.print_exc()  # shows which collective it was
-        reason = str(error).splitlines()[0]
-        print(
-            f"{name}: error: a collective of Megatron's or torch's own lost a rank: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
-        abandon()
-    if refusal is not None and is_rank_0():  # before ranks have joined all are; then `tell` chooses
+        _abandon(name, f"a collective of Megatron's or torch's own lost a rank: {str(error).splitlines()[0]}")
+    if refusal is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         tell(f"{name}: error: {refusal}")
-    leave()
+    _leave()
     return 0 if refusal is None else 2
+
+
+def _hush_megatron() -> None:
+    """Drop what asks nothing of the user: that Apex and TransformerEngine are missing, and that names are deprecated."""
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    for name in TALKATIVE:
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 
 def say(text: str) -> None:
     """Print one line from rank 0."""
-    if is_rank_0():
+    if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def is_rank_0() -> bool:
-    """Whether this is rank 0 of the job, as far as is known: before ranks have joined, every process is."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def leave() -> None:
-    """Free symmetric memory and the process groups; collective.
-
-    Megatron-Core holds groups in its globals. Left to the end of the interpreter, gloo's threads are still at work then and
-    sometimes end the process by SIGABRT (seen once in eight runs of the whole suite).
-    """
+def _leave() -> None:
+    """Free symmetric memory and the process groups, whose threads may abort the interpreter at its end; collective."""
     if dist.is_initialized():
         shutdown()
         state = sys.modules.get("megatron.core.parallel_state")
@@ -104,21 +105,10 @@ def leave() -> None:
         gc.collect()
 
 
-def abandon() -> NoReturn:
+def _abandon(name: str, problem: str) -> None:
     """Exit at once: an orderly end would wait for a peer that is gone."""
+    sys.stdout.flush()
+    print(f"{name}: error: {problem}", file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():  # the queue process of Megatron's checkpoint writer
         child.kill()
     os._exit(3)
-
-
-def _hush_megatron() -> None:
-    """Drop messages that every start prints on every rank and that ask nothing of the user.
-
-    Megatron-Core says that TransformerEngine and Apex are missing, as intended here. torch deprecates names that Megatron-Core
-    calls.
-    """
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    for name in TALKATIVE:
-        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,66 +11,58 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-from gpt.context_parallel import part_of_rank, row_of_all
-from gpt.corpus import BYTES
-from gpt.model import Model
-from gpt.settings import Settings
+from gpt.data import BYTES, Batch, part_of_rank
+from gpt.training import Trainer
+
+PROMPT, TEMPERATURE = "The ", 0.7
 
 
 @torch.no_grad()
-def generate(model: Model, settings: Settings, device: torch.device) -> bytes:
-    """`settings.prompt` (a line end where it is empty) and `settings.sample_bytes` more bytes; every rank gets the same text.
+def generate(trainer: Trainer, device: torch.device) -> str:
+    """PROMPT and `sample_bytes` more bytes; every rank gets the same text.
 
     The window is always filled up to seq_length, so that sequence parallelism can divide it. Attention is causal, so the
     filling after the last byte changes nothing.
     """
-    model.trained.eval()
+    settings, tokens = trainer.settings, [*PROMPT.encode()]
+    trainer.model.trained.eval()
     generator = torch.Generator().manual_seed(settings.seed)
-    tokens = [*(settings.prompt or "\n").encode()]
     for _ in range(settings.sample_bytes):
-        logits = _next_byte(model, tokens[-settings.seq_length :], settings.seq_length, device)
-        tokens.append(_choose(logits.cpu(), settings.temperature, generator))
-    return bytes(tokens)
+        window = torch.zeros(1, settings.seq_length, dtype=torch.long, device=device)
+        known = tokens[-settings.seq_length :]
+        window[0, : len(known)] = torch.tensor(known)
+        positions = torch.arange(settings.seq_length, device=device).unsqueeze(0)
+        is_last = (positions == len(known) - 1).float()
+        batch = part_of_rank({"tokens": window, "position_ids": positions, "is_last": is_last})
+        logits = _next_byte(trainer, batch, device)
+        tokens.append(int(torch.multinomial(torch.softmax(logits.cpu() / TEMPERATURE, dim=-1), 1, generator=generator)))
+    return bytes(tokens).decode("utf-8", errors="replace")
 
 
-def _next_byte(model: Model, window: list[int], seq_length: int, device: torch.device) -> torch.Tensor:
-    """Logits [256] in fp32 of the byte after `window`; the last pipeline stage sends them to the others."""
-    tokens = torch.zeros(1, seq_length, dtype=torch.long, device=device)
-    tokens[0, : len(window)] = torch.tensor(window)
-    positions = torch.arange(seq_length, device=device).unsqueeze(0)
-    known = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, tokens, positions),
+def _next_byte(trainer: Trainer, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Logits [256] in fp32 at the one place where `is_last` is 1; the last pipeline stage sends them to the others."""
+    found = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, batch),
         data_iterator=None,
-        model=[model.trained],
+        model=[trainer.model.trained],
         num_microbatches=1,
-        seq_length=seq_length,
+        seq_length=trainer.settings.seq_length,
         micro_batch_size=1,
         forward_only=True,
         collect_non_loss_data=True,
     )
-    if not known:  # not the last stage
-        return _from_last_stage(torch.empty(BYTES, device=device))
-    group = parallel_state.get_tensor_model_parallel_group()
-    logits = gather_from_tensor_model_parallel_region(row_of_all(known[0][0], len(window) - 1), group=group)
-    return _from_last_stage(logits[:BYTES].float().contiguous())
-
-
-def _forward_step(
-    tokens: torch.Tensor, positions: torch.Tensor, _: Iterator[Any] | None, model: torch.nn.Module
-) -> tuple[torch.Tensor, Any]:
-    """Megatron's pair: the output of the model, on the last stage logits [1, s/cp, V/W], and how to make a result of it."""
-    part = part_of_rank({"tokens": tokens, "positions": positions})
-    return model(part["tokens"], part["positions"], None), lambda logits, non_loss_data: logits
-
-
-def _from_last_stage(logits: torch.Tensor) -> torch.Tensor:
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+    logits = torch.empty(BYTES, device=device)
+    if found:  # [1, s/cp, V/W], on the last stage
+        row = (found[0][0].float() * batch["is_last"][0].unsqueeze(1)).sum(0)
+        dist.all_reduce(row, group=parallel_state.get_context_parallel_group())
+        group = parallel_state.get_tensor_model_parallel_group()
+        logits = gather_from_tensor_model_parallel_region(row, group=group)[:BYTES].contiguous()
+    if trainer.settings.pp > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(logits, last, group=parallel_state.get_pipeline_model_parallel_group())
     return logits
 
 
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0.0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
+def _forward_step(batch: Batch, _: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Megatron's pair: the output of the model, and how to make a result of it."""
+    return model(batch["tokens"], batch["position_ids"], None), lambda logits, non_loss_data: logits

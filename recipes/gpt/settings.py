@@ -1,4 +1,4 @@
-"""Settings of the recipe: one frozen dataclass, whose flags' defaults are those of the model that --model names.
+"""Settings of the recipe: one frozen dataclass, its flags, the published models, and the rules that settings obey.
 
 The text is always bytes. A published vocabulary counts by its size only: the embedding and the output layer have as many rows
 as in the real model and cost as much.
@@ -12,17 +12,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from gpt.program import RecipeError
-from overlap_train.flags import option
+import psutil
+
+from gpt.program import RecipeError, refused_by_rule
+from overlap_train import OverlapConfig
+from overlap_train.flags import (
+    Parser,
+    add_flags,
+    add_options,
+    config_from_args,
+    from_args,
+    option,
+    positive_float,
+    positive_int,
+    positive_int_or_0,
+    shown,
+)
 from overlap_train.tools.measure import models
 
+USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 SMALL = "small"
 RECOMPUTE = ("none", "selective", "full")
-
-# One maker of flags for each heading of --help.
-_data, _model, _parallel, _training, _report, _checkpoint = (
-    partial(option, group=name) for name in ("data", "model", "parallel", "training", "report", "checkpoint")
-)
+ON_CPUS = ("auto", "chunked", "collective")  # methods that need no kernels
+_positive, _count = partial(option, parse=positive_int), partial(option, parse=positive_int_or_0)
 
 
 @dataclass(frozen=True)
@@ -32,48 +44,40 @@ class Settings:
     These defaults train on two CPU cores in some minutes.
     """
 
-    text: str = _data("", "file to train on; without it, the topics of Python's own help()")
-    model: str = _model(SMALL, "small, or a published model; sets the defaults of the flags below")
-    num_layers: int = _model(4, "transformer layers")
-    hidden_size: int = _model(128, "width of the residual stream")
-    ffn_hidden_size: int = _model(384, "width inside the SwiGLU MLP, or inside each expert")
-    num_attention_heads: int = _model(4, "query heads")
-    num_query_groups: int = _model(2, "key and value heads (GQA)")
-    seq_length: int = _model(128, "bytes in a sample")
-    variable_seq_length: int = _model(0, "1: micro-batches of half of --seq-length up to all of it")
-    tp: int = _parallel(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --pp and --cp leave")
-    cp: int = _parallel(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
-    pp: int = _parallel(1, "pipeline stages, each with an equal share of the layers")
-    distributed_timeout_minutes: int = _parallel(10, "how long Megatron's and torch's own collectives wait for a rank")
-    micro_batch_size: int = _training(8, "samples of one forward and backward pass on one rank")
-    global_batch_size: int = _training(16, "samples of one optimizer step, over all ranks")
-    train_iters: int = _training(400, "optimizer steps in all, those before --load included")
-    lr: float = _training(3e-3, "highest learning rate")
-    min_lr: float = _training(3e-4, "learning rate at the end of the cosine")
-    lr_warmup_iters: int = _training(30, "steps of linear warm-up; a quarter of --train-iters where they do not fit")
-    weight_decay: float = _training(0.1, "AdamW weight decay")
-    clip_grad: float = _training(1.0, "largest gradient norm; 0: no clipping")
-    recompute: str = _training(
-        "none",
-        "what backward computes again instead of keeping it from forward: nothing, the core attention, or whole layers",
-        choices=RECOMPUTE,
+    text: str = option("", "file to train on; without it, the topics of Python's own help()")
+    model: str = option(SMALL, "small, or a published model; sets the defaults of the flags below")
+    num_layers: int = _positive(4, "transformer layers")
+    hidden_size: int = _positive(128, "width of the residual stream")
+    ffn_hidden_size: int = _positive(384, "width inside the SwiGLU MLP, or inside each expert")
+    num_attention_heads: int = _positive(8, "query heads")
+    num_query_groups: int = _positive(4, "key and value heads (GQA)")
+    seq_length: int = _positive(128, "bytes in a sample")
+    tp: int = _count(
+        0, "tensor-parallel ranks, with sequence parallelism; 0: as many as --pp, --cp and --num-query-groups allow"
     )
-    cuda_graph: int = _training(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
-    deterministic: int = _training(0, "1: the same bits on every run, at some cost in speed")
-    seed: int = _training(1234, "seed of weights, data order and sample")
-    log_interval: int = _report(10, "steps between iteration lines")
-    tensorboard_dir: str = _report("", "folder for loss, step time and tokens/s: TensorBoard and metrics.jsonl")
-    eval_interval: int = _report(200, "steps between validations; 0: only at the end")
-    eval_iters: int = _report(100, "most global batches in a validation")
-    prompt: str = _report("The ", "text that the sample continues")
-    sample_bytes: int = _report(240, "bytes of generated text at the end; 0: none")
-    temperature: float = _report(0.7, "of the sample; 0: always the likeliest byte")
-    save: str = _checkpoint("", "folder to write checkpoints to")
-    save_interval: int = _checkpoint(0, "steps between checkpoints; 0: only at the end")
-    keep_checkpoints: int = _checkpoint(3, "newest checkpoints to keep in --save; 0: all")
-    load: str = _checkpoint("", "where to resume: a --save folder (its newest good checkpoint), or an iter_ folder")
+    cp: int = _positive(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
+    pp: int = _positive(1, "pipeline stages, each with an equal share of the layers")
+    distributed_timeout_minutes: int = _positive(10, "how long Megatron's and torch's own collectives wait for a rank")
+    micro_batch_size: int = _positive(8, "samples of one forward and backward pass on one rank")
+    global_batch_size: int = _positive(16, "samples of one optimizer step, over all ranks")
+    train_iters: int = _positive(400, "optimizer steps in all, those before --load included")
+    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", parse=positive_float)
+    lr_warmup_iters: int = _count(30, "steps of linear warm-up, at most a quarter of --train-iters")
+    recompute: str = option(
+        "none", "what backward computes again: nothing, the core attention, or whole layers", choices=RECOMPUTE
+    )
+    cuda_graph: int = _count(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
+    deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
+    seed: int = _count(1234, "seed of weights, data order and sample")
+    log_interval: int = _positive(10, "steps between iteration lines")
+    eval_interval: int = _count(200, "steps between validations; 0: only at the end")
+    eval_iters: int = _positive(100, "most global batches in a validation")
+    sample_bytes: int = _count(240, "bytes of generated text at the end; 0: none")
+    save: str = option("", "folder to write checkpoints to")
+    save_interval: int = _count(0, "steps between checkpoints; 0: only at the end")
+    load: str = option("", "where to resume: a --save folder, or an iter_ folder in it")
 
-    # What a published model has beside its shape. These fields are no flags.
+    # What a published model has beside its shape, and what compare_mfu sets. These fields are no flags.
     title: str = "small GPT"
     vocab_size: int = 256
     kv_channels: int = 0  # width of a head; 0: hidden_size / num_attention_heads
@@ -83,16 +87,12 @@ class Settings:
     experts: int = 0  # 0: a dense MLP
     experts_per_token: int = 0
     expert_balance: float = 0.0
+    accumulation_fusion: bool = False  # Megatron's gradient_accumulation_fusion, for all linears
 
     @property
     def replica_ranks(self) -> int:
         """How many ranks train one model together. Replicas of them are data parallel."""
         return self.tp * self.cp * self.pp
-
-    @property
-    def sequence_parts(self) -> int:
-        """The number of equal parts into which a sequence is cut. Context parallelism makes two parts for each of its ranks."""
-        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
     @property
     def head_width(self) -> int:
@@ -116,8 +116,8 @@ class Settings:
 
 # How every published model is trained unless flags say otherwise.
 _PUBLISHED: dict[str, Any] = dict(
-    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, min_lr=3e-5, lr_warmup_iters=20,
-    eval_interval=0, eval_iters=4, sample_bytes=64,
+    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, lr_warmup_iters=20, eval_interval=0,
+    eval_iters=4, sample_bytes=64,
 )  # fmt: skip
 _SIZES = (
     "num_layers",
@@ -134,8 +134,8 @@ def _published(name: str, **others: Any) -> dict[str, Any]:
     return {size: getattr(models.MODELS[name], size) for size in _SIZES} | others
 
 
-# What differs from Settings(). Sources of the others: overlap_train/tools/measure/models.py. mixtral: Mixtral of Experts,
-# arXiv 2401.04088, table 1, and config.json of mistralai/Mixtral-8x7B-v0.1.
+# What differs from Settings(). Sources of the sizes: overlap_train/tools/measure/models.py; mixtral: arXiv 2401.04088, table 1,
+# and config.json of mistralai/Mixtral-8x7B-v0.1.
 MODELS: dict[str, dict[str, Any]] = {
     SMALL: {},
     "llama3-8b": _published("llama3-8b", title="Llama-3 8B", rope_base=500000),
@@ -150,16 +150,12 @@ MODELS: dict[str, dict[str, Any]] = {
 # The small model gives a GPU something to do, too.
 _SMALL_ON_GPU: dict[str, Any] = dict(
     num_layers=8, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=8, seq_length=1024,
-    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, min_lr=6e-5, lr_warmup_iters=20, eval_interval=50,
+    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, lr_warmup_iters=20, eval_interval=50,
 )  # fmt: skip
 
 
 def defaults(on_gpu: bool, model: str = SMALL) -> Settings:
-    """The defaults of this machine. A published `model` brings its shape, and a batch and learning rate that suit it.
-
-    Raises:
-        RecipeError: there is no such model.
-    """
+    """The defaults of this machine. A published `model` brings its shape, and a batch and learning rate that suit it."""
     if model not in MODELS:
         raise RecipeError(f"--model {model} is not one of {', '.join(MODELS)}")
     if model != SMALL:
@@ -167,8 +163,99 @@ def defaults(on_gpu: bool, model: str = SMALL) -> Settings:
     return replace(Settings(), **_SMALL_ON_GPU) if on_gpu else Settings()
 
 
-def named_model(arguments: list[str]) -> str:
-    """What follows `--model` among the words of a command line; it decides the defaults of other flags."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model", default=SMALL)
-    return str(parser.parse_known_args(arguments)[0].model)
+def read_flags(
+    arguments: list[str], description: str | None, ranks: int, on_gpu: bool
+) -> tuple[Settings, OverlapConfig | None]:
+    """Settings that obey the rules, and the overlap that was asked for (None without --overlap-train).
+
+    Raises:
+        RecipeError: flags that are wrong by themselves, contradict each other, or ask for what this machine cannot do.
+    """
+    parser = Parser("pretrain_gpt", usage=USAGE, description=description)
+    named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # --model decides the defaults of other flags
+    named.add_argument("--model", default=SMALL)
+    with refused_by_rule():
+        initial = defaults(on_gpu, named.parse_known_args(arguments)[0].model)
+        add_flags(add_options(parser, initial))
+        args = parser.parse_args(arguments)
+        overlap = config_from_args(args)
+    settings = resolve(from_args(initial, args), ranks)
+    if problem := _machine_problem(settings, overlap, on_gpu):
+        raise RecipeError(problem)
+    return settings, overlap
+
+
+def resolve(settings: Settings, ranks: int) -> Settings:
+    """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks.
+
+    Raises:
+        RecipeError: a rule is broken; the text names flag, value, rule and way out.
+    """
+    left = max(1, ranks // (settings.pp * settings.cp))
+    warm_up = min(settings.lr_warmup_iters, settings.train_iters // 4)
+    tp = settings.tp or math.gcd(left, settings.num_query_groups)
+    settings = replace(settings, tp=tp, lr_warmup_iters=warm_up)
+    if problem := _problem(settings, ranks) or (settings.cuda_graph and graph_problem(settings)):
+        raise RecipeError(problem)
+    return settings
+
+
+def _problem(settings: Settings, ranks: int) -> str | None:
+    """Which rule is broken."""
+    if ranks % settings.replica_ranks:
+        sizes = ", ".join(shown(settings, name) for name in ("tp", "cp", "pp"))
+        return f"{sizes}: their product {settings.replica_ranks} does not divide the {ranks} ranks started; change one of them"
+    # Ulysses gives every rank whole sequences of an equal part of the heads, and cuts a sequence into two parts for each rank.
+    heads, parts = settings.tp * settings.cp, settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
+    for name, divisor, why in (
+        ("num_layers", settings.pp, "--pp: every stage has as many layers"),
+        ("hidden_size", 2 * settings.num_attention_heads if not settings.kv_channels else 1, "heads of an even width"),
+        ("num_attention_heads", settings.num_query_groups, "--num-query-groups: query heads share keys evenly"),
+        ("num_query_groups", settings.tp, "--tp: every rank has an equal part"),
+        ("num_attention_heads", heads, "--tp times --cp: every rank has an equal part"),
+        ("ffn_hidden_size", settings.tp, "--tp: every rank has an equal part"),
+        ("seq_length", parts, "the equal parts of a sequence that --tp and --cp make"),
+        (
+            "global_batch_size",
+            settings.micro_batch_size * (ranks // settings.replica_ranks),
+            "--micro-batch-size times the data-parallel replicas",
+        ),
+    ):
+        if getattr(settings, name) % divisor:
+            return f"{shown(settings, name)} must be a multiple of {divisor}, {why}; change one of them"
+    if settings.save_interval and not settings.save:
+        return f"{shown(settings, 'save_interval')} without --save would save nothing; add --save DIR"
+    return None
+
+
+def graph_problem(settings: Settings) -> str | None:
+    """Why the passes of this model cannot be captured into a CUDA graph, or None."""
+    for name, plain, reason in (
+        ("recompute", settings.recompute == "none", "it reads the random state; use none"),
+        ("model", not settings.experts, "the host reads how many tokens each expert gets; choose one without experts"),
+        ("pp", settings.pp == 1, "stages synchronise the host; use 1"),
+    ):
+        if not plain:
+            return f"{shown(settings, name)} cannot be captured into a CUDA graph: {reason}"
+    return None
+
+
+def _machine_problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) -> str | None:
+    """What these ranks, or this machine without GPUs, cannot do."""
+    if overlap is not None and settings.tp * settings.cp == 1 and overlap.on_unsupported == "error":
+        return "--overlap-train with --tp 1 and --cp 1: there is nothing to overlap; start more ranks, or leave it out"
+    if on_gpu:
+        return None
+    if overlap is not None and overlap.method not in ON_CPUS:
+        return f"--overlap-train-method {overlap.method} needs GPUs, and there are none; choose one of {', '.join(ON_CPUS)}"
+    if settings.cuda_graph:
+        return f"{shown(settings, 'cuda_graph')} needs GPUs, and there are none; leave it out"
+    if settings.experts:
+        return f"{shown(settings, 'model')} has experts, which Megatron-Core runs on GPUs only; choose another model"
+    needed, free = 16 * settings.parameters / 2**30, psutil.virtual_memory().available / 2**30  # fp32 with two moments
+    if needed > free:
+        return (
+            f"{shown(settings, 'model')} with {shown(settings, 'num_layers')} takes {needed:.0f} GiB to train on CPUs, and "
+            f"{free:.0f} GiB are free; choose GPUs, --model {SMALL}, or fewer and narrower layers"
+        )
+    return None

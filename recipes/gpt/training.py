@@ -1,10 +1,12 @@
-"""Optimizer, schedule, and one step of training or validation, all of them Megatron's."""
+"""Optimizer, schedule, and one step of training or validation, all of them Megatron's; on request a step as a CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,11 +16,16 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_all_rng_states
 
-from gpt.context_parallel import part_of_rank
-from gpt.data import Batch, Share, blank, lengths
-from gpt.model import Model
+import overlap_train
+from gpt.data import Batch
+from gpt.model import Model, on_stream
 from gpt.settings import Settings
+from overlap_train.integrations.megatron import graphed_model
+
+WEIGHT_DECAY, CLIP_GRAD, LOWEST_LR = 0.1, 1.0, 0.1  # the last: as a part of the highest
+EAGER_STEPS = 3  # before a capture: kernels compile, NCCL connects and symmetric memory is allocated
 
 
 @dataclass
@@ -45,54 +52,43 @@ class Trainer:
         """Replace the gradients by those of a global batch, reduced; returns Σ nats and Σ bytes as above."""
         self.model.trained.train()
         self.model.trained.zero_grad_buffer()
-        return _run(self, batches, micro_batches(self.settings), forward_only=False)
-
-    def rehearse(self, device: torch.device) -> None:
-        """Run forward and backward once at each length that micro-batches may have, the longest first. One length: do nothing.
-
-        The first use of a shape makes symmetric memory, plans of the operators and the allocator's blocks. The first step finds
-        them. Weights stay as they are; the next step clears the gradients.
-        """
-        self.model.trained.train()
-        for length in lengths(self.settings) if self.settings.variable_seq_length else ():
-            self.model.trained.zero_grad_buffer()
-            _run(self, iter([blank(self.settings, length, device)]), 1, forward_only=False)
+        return self._run(batches, forward_only=False)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
         """Nats per byte over `steps` global batches, summed over all data-parallel ranks."""
         self.model.trained.eval()
-        return per_byte(sum(_run(self, batches, micro_batches(self.settings), forward_only=True) for _ in range(steps)))
+        return per_byte(sum(self._run(batches, forward_only=True) for _ in range(steps)))
 
     def release(self) -> None:
-        """Free what the device must not hold when NCCL ends: nothing here (see gpt/graph.py)."""
+        """Free what the device must not hold when NCCL ends."""
 
-    def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+    def _run(self, batches: Iterator[Batch], forward_only: bool) -> torch.Tensor:
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=batches,
+            model=[self.model.trained],
+            num_microbatches=micro_batches(self.settings),
+            seq_length=self.settings.seq_length,
+            micro_batch_size=self.settings.micro_batch_size,
+            forward_only=forward_only,
+        )
+        if not losses:  # not the last pipeline stage
+            return next(self.model.bare.parameters()).new_zeros(2, dtype=torch.float64)
+        return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
 
 
-def build_trainer(settings: Settings, model: Model) -> Trainer:
-    """AdamW, distributed over data-parallel ranks on GPUs, with linear warm-up and a cosine; hooks DDP into `model`."""
-    on_gpu = model.config.bf16
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        clip_grad=settings.clip_grad,
-        bf16=on_gpu,
-        params_dtype=model.config.params_dtype,
-        use_distributed_optimizer=on_gpu,
-    )
-    optimizer = get_megatron_optimizer(config, [model.trained])
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.grad_scale_func = optimizer.scale_loss
-    if model.trained.ddp_config.overlap_grad_reduce:
-        model.config.no_sync_func = model.trained.no_sync
-    return Trainer(settings, model, optimizer, _schedule(settings, optimizer))
+def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
+    """Megatron's pair: the output of the model, on the last stage losses [b, s], and the function that makes a loss of it."""
+    batch = next(batches)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return losses, partial(_loss, batch["loss_mask"])
+
+
+def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    total = (losses.float() * mask).sum()
+    count = mask.sum()
+    return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count]).double()}
 
 
 def per_byte(total: torch.Tensor) -> float:
@@ -104,59 +100,104 @@ def per_byte(total: torch.Tensor) -> float:
     return (total[0] / total[1]).item()
 
 
-def data_share() -> Share:
-    """This rank's part of a global batch."""
-    return Share(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
-
-
 def micro_batches(settings: Settings) -> int:
     """Forward and backward passes in a step."""
-    return settings.global_batch_size // (settings.micro_batch_size * data_share().size)
+    return settings.global_batch_size // (settings.micro_batch_size * parallel_state.get_data_parallel_world_size())
 
 
-def _schedule(settings: Settings, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay, which counts samples as Megatron does."""
-    return OptimizerParamScheduler(
+def build_trainer(settings: Settings, model: Model) -> Trainer:
+    """AdamW, distributed over data-parallel ranks on GPUs, with linear warm-up and a cosine; hooks DDP into `model`."""
+    config, lowest = model.bare.config, LOWEST_LR * settings.lr
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=lowest,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            clip_grad=CLIP_GRAD,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=config.bf16,
+        ),
+        [model.trained],
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    if model.trained.ddp_config.overlap_grad_reduce:
+        config.no_sync_func = model.trained.no_sync
+    samples = settings.train_iters * settings.global_batch_size  # Megatron's schedule counts samples
+    schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=settings.min_lr,
+        min_lr=lowest,
         lr_warmup_steps=settings.lr_warmup_iters * settings.global_batch_size,
-        lr_decay_steps=settings.train_iters * settings.global_batch_size,
+        lr_decay_steps=samples,
         lr_decay_style="cosine",
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=settings.train_iters * settings.global_batch_size,
+        start_wd=WEIGHT_DECAY,
+        end_wd=WEIGHT_DECAY,
+        wd_incr_steps=samples,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+    kind = GraphedTrainer if settings.cuda_graph else Trainer
+    return kind(settings, model, optimizer, schedule)
 
 
-def _run(trainer: Trainer, batches: Iterator[Batch], count: int, forward_only: bool) -> torch.Tensor:
-    settings = trainer.settings
-    losses = get_forward_backward_func()(
-        forward_step_func=_forward_step,
-        data_iterator=batches,
-        model=[trainer.model.trained],
-        num_microbatches=count,
-        seq_length=settings.seq_length,
-        micro_batch_size=settings.micro_batch_size,
-        forward_only=forward_only,
-    )
-    if not losses:  # not the last pipeline stage
-        return next(trainer.model.bare.parameters()).new_zeros(2, dtype=torch.float64)
-    return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
+@dataclass
+class GraphedTrainer(Trainer):
+    """Replays forward and backward of a whole step, from the zeroing of gradients to their reduction; the optimizer stays eager.
 
+    The first steps run eagerly. Then all passes are captured on copies of the micro-batches (`inputs`), over which later steps
+    copy their own. Megatron's own full_cuda_graph.py does so once in a process, and compare_mfu has several models in one.
+    """
 
-def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
-    """Megatron's pair: the output of the model, on the last stage losses [b, s], and the function that makes a loss of it."""
-    batch = part_of_rank(next(batches))
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return losses, partial(_loss, batch["loss_mask"])
+    eager_calls: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: list[Batch] = field(default_factory=list)  # of each micro-batch
+    total: torch.Tensor | None = None  # (Σ nats, Σ bytes) [2], which the graph writes
 
+    def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
+        """Do as Trainer.forward_backward. All ranks capture at the same call.
 
-def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    total = (losses.float() * mask).sum()
-    count = mask.sum()
-    return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count]).double()}
+        Raises:
+            OverlapTimeoutError: a wait in an earlier replay has given up.
+        """
+        taken = list(islice(batches, micro_batches(self.settings)))
+        if self.graph is None and self.eager_calls < EAGER_STEPS:
+            self.eager_calls += 1
+            with on_stream(self.model.stream):
+                return super().forward_backward(iter(taken))
+        if self.graph is None:
+            self.capture(taken)
+        assert self.graph is not None and self.total is not None
+        overlap_train.check()  # a replay raises nothing itself
+        for kept, batch in zip(self.inputs, taken, strict=True):
+            for key, value in kept.items():
+                value.copy_(batch[key], non_blocking=True)
+        self.graph.replay()
+        return self.total.clone()  # the next replay writes over it
+
+    def capture(self, batches: Sequence[Batch]) -> None:
+        """Capture the passes of a global batch, once, after the eager calls. Nothing runs, so gradients stay as they are."""
+        graph = torch.cuda.CUDAGraph()
+        inputs = [{key: value.clone() for key, value in batch.items()} for batch in batches]
+        for state in get_all_rng_states().values():
+            graph.register_generator_state(state)
+        gc.collect()  # freeing memory during a capture may end it
+        torch.cuda.synchronize()
+        # thread_local: NCCL's watchdog and autograd's threads go on calling CUDA
+        capture = torch.cuda.graph(graph, stream=self.model.stream, capture_error_mode="thread_local")
+        with capture, graphed_model(self.model.bare):
+            total = super().forward_backward(iter(inputs))
+        self.graph, self.inputs, self.total = graph, inputs, total
+
+    def release(self) -> None:
+        """Free the graph, which NCCL's end would wait for; the next call captures again."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
+        self.graph, self.inputs, self.total = None, [], None

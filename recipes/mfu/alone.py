@@ -1,9 +1,8 @@
 """The same model without the communication of its linears: what a step would take if all of it were hidden.
 
 Every linear multiplies matrices of its usual sizes, on data that is in place already. A whole tensor kept from the first call
-stands for a gathered input or gradient, and a partial sum is cut instead of scattered. The all-to-alls of Ulysses are left out
-(alone_ulysses.py). Results are wrong, times are right.
-Products are cuBLAS's in every variant: if a fused kernel multiplies more slowly, the difference counts as communication.
+stands for a gathered input or gradient, and a partial sum is cut instead of scattered. Results are wrong, times are right. All
+GEMMs are cuBLAS's: if a fused kernel multiplies more slowly, the difference counts as communication. W: tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,25 +14,29 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from mfu.alone_ulysses import HeadsAlone, SequenceAlone
-from overlap_train.integrations.megatron.attention import collective
-from overlap_train.integrations.megatron.linears.conditions import divides_weights
-from overlap_train.integrations.megatron.linears.ulysses import exchanges
-from overlap_train.ops.wgrad import weight_gradient
-
 
 class Wholes:
     """Whole tensors [M, K] in place of gathered shards [M/W, K]: W copies of the first call's shard."""
 
-    def __init__(self, world: int, main_grad: str) -> None:
-        self.world, self.main_grad = world, main_grad  # main_grad: "accumulate" or "off", as in OverlapConfig
+    def __init__(self, ranks: int, adds_in_place: bool) -> None:
+        self.ranks, self.adds_in_place = ranks, adds_in_place
         self._kept: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         key = shard.shape, shard.dtype
         if key not in self._kept:
-            self._kept[key] = shard.detach().repeat(self.world, 1)
+            self._kept[key] = shard.detach().repeat(self.ranks, 1)
         return self._kept[key]
+
+    def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        """dyᵀ @ x [N, K], returned or added into w.main_grad, as the variant does."""
+        if not self.adds_in_place:
+            return dy.t() @ x
+        import fused_weight_gradient_mlp_cuda  # Apex's, or ours in its place: provide_accumulation_fusion
+
+        fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, dy, w.main_grad)
+        w.grad_added_to_main_grad = True
+        return torch.empty_like(w)
 
 
 class _Column(torch.autograd.Function):
@@ -41,15 +44,15 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, wholes: Wholes) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.wholes = wholes
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.wholes = w, wholes  # a saved weight would come back as another object, without main_grad
         return wholes.of(x) @ w.t()
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        x, w = ctx.saved_tensors
-        dx = dy @ w
-        return dx[: len(x)], weight_gradient(dy, ctx.wholes.of(x), w, ctx.wholes.main_grad), None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        dx = dy @ ctx.weight
+        return dx[: len(x)], ctx.wholes.weight_gradient(dy, ctx.wholes.of(x), ctx.weight), None
 
 
 class _Row(torch.autograd.Function):
@@ -57,15 +60,15 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, wholes: Wholes) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.wholes = wholes
-        return (x @ w.t())[: len(x) // wholes.world]
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.wholes = w, wholes
+        return (x @ w.t())[: len(x) // wholes.ranks]
 
     @staticmethod
-    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        x, w = ctx.saved_tensors
+    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
         whole = ctx.wholes.of(dz)
-        return whole @ w, weight_gradient(whole, x, w, ctx.wholes.main_grad), None
+        return whole @ ctx.weight, ctx.wholes.weight_gradient(whole, x, ctx.weight), None
 
 
 class ColumnAlone(ColumnParallelLinear):
@@ -87,26 +90,17 @@ class RowAlone(RowParallelLinear):
 @contextlib.contextmanager
 def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[None]:
     """Let a model's parallel linears compute alone, forward and backward, until the end of the block."""
-    linears = [linear for linear in parallel_linears(model) if wholes.world > 1 or exchanges(linear)]
-    classes, exchanged = [linear.__class__ for linear in linears], collective._exchanged
-    collective._exchanged = lambda blocks, group: blocks.contiguous()  # of attentions under tensor parallelism
+    linears = parallel_linears(model) if wholes.ranks > 1 else []
+    classes = [linear.__class__ for linear in linears]
     for linear in linears:
-        linear.__class__, linear.wholes = _alone(linear), wholes
+        linear.__class__ = ColumnAlone if isinstance(linear, ColumnParallelLinear) else RowAlone
+        linear.wholes = wholes
     try:
         yield
     finally:
-        collective._exchanged = exchanged
         for linear, kind in zip(linears, classes, strict=True):
             linear.__class__ = kind
             del linear.wholes
-
-
-def _alone(linear: Any) -> type:
-    """The class that stands in for a linear. If tensor parallelism divides the weights of a Ulysses attention, its linears gather
-    and scatter alone, and the attention exchanges by the collective that without_communication leaves out."""
-    does_exchange = exchanges(linear) and not divides_weights(linear)
-    column, row = (HeadsAlone, SequenceAlone) if does_exchange else (ColumnAlone, RowAlone)
-    return column if isinstance(linear, ColumnParallelLinear) else row
 
 
 def parallel_linears(model: torch.nn.Module) -> list[Any]:

@@ -6,20 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from gpt.program import RecipeError, refused_by_rule
-from gpt.rules import resolve
-from gpt.settings import MODELS, SMALL, Settings, defaults
-from mfu.names import (
-    AGAIN,
-    DATA_PARALLEL,
-    GRAPHS,
-    OTHERS,
-    OVERLAP,
-    TENSOR_PARALLEL_DEFAULTS,
-    ULYSSES_DEFAULTS,
-    pairing_problem,
-)
+from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
+from mfu.names import AGAIN, DEFAULTS, ULYSSES_DEFAULTS, USERBUFFERS, VARIANTS, bare, ulysses_problem
 from overlap_train import OverlapConfig
-from overlap_train.config import METHODS
 from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option, positive_int
 
 WARM_UP_STEPS = 3
@@ -35,29 +24,31 @@ class Plan:
 
     model: tuple[str, ...] = option(("llama3-8b",), "what to train", choices=tuple(MODELS))
     layers: tuple[int, ...] = option((), "one number a model; without it, a few", parse=positive_int, metavar="N,...")
-    seq_length: int = option(8192, "tokens in a sample")
+    seq_length: int = option(8192, "tokens in a sample", parse=positive_int)
     tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
-    cp: int = option(
-        1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int, metavar="N"
-    )
-    micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank")
+    cp: int = option(1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int)
+    micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank", parse=positive_int)
     global_batch_size: int = option(0, "samples of one step; 0: one micro-batch for each data-parallel replica")
     steps: int = option(30, "timed steps of each variant", parse=positive_int)
     round_steps: int = option(5, "steps of a variant before the next one has its turn", parse=positive_int)
     loss_steps: int = option(0, "train every variant for at least so many steps, timed or not")
     variants: tuple[str, ...] = option(
         (),
-        f"what to compare; without it, {','.join(TENSOR_PARALLEL_DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
-        choices=(*TENSOR_PARALLEL_DEFAULTS, *GRAPHS, *OTHERS, *METHODS),
+        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
+        choices=tuple(VARIANTS),
     )
     repeat: tuple[str, ...] = option((), "variants to train a second time from the same seed", metavar="NAME,...")
     bitwise: bool = option(False, "deterministic kernels; train `overlap`, or --repeat, twice and compare to the bit")
+    weight_gradient_fusion: str = option(
+        "ours",
+        "who adds weight gradients into the fp32 buffer inside the GEMM: our linears only, or both sides "
+        "(Megatron's gradient_accumulation_fusion)",
+        choices=("ours", "both"),
+    )
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
     peak_tflops: float = option(0.0, "MFU is against this; 0: the data sheet's dense bf16 figure")
-    lr: float = option(3e-4, "highest learning rate")
-    text: str = option("", "file to train on; without it, the topics of Python's own help()")
-    out: str = option("runs/mfu", "folder for JSON, Markdown and pictures")
-    redraw: str = option("", "only draw the pictures of this folder anew, from its JSON, without torchrun")
+    out: str = option("runs/mfu", "folder for JSON, Markdown and the picture")
+    redraw: str = option("", "only draw the picture of this folder anew, from its JSON, without torchrun")
 
     @property
     def rounds(self) -> int:
@@ -80,51 +71,52 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
     """The checked plan and the settings of the overlapped variant.
 
     Raises:
-        RecipeError: a flag, model or variant is unknown, or numbers do not go together.
+        RecipeError: a flag, model or variant is unknown, or flags do not go together.
     """
     parser = Parser("compare_mfu", usage=USAGE, description=description)
-    add_flags(add_options(parser, Plan()))
+    add_flags(add_options(parser, Plan))
     with refused_by_rule():
-        args = parser.parse_args(arguments)
-        args.overlap_train = True  # one of the variants has it in any case
+        args = parser.parse_args(["--overlap-train", *arguments])  # it is always compared
         overlap = config_from_args(args)
     assert overlap is not None
-    return _completed(from_args(Plan(), args)), overlap
-
-
-def _completed(plan: Plan) -> Plan:
-    """Fill in the layers that were left out and what --quick and --bitwise stand for; drop what is named twice; check."""
+    plan = from_args(Plan(), args)
+    few = [FEW_LAYERS[model] // (2 if plan.cp > 1 else 1) or 1 for model in plan.model]  # Ulysses leaves weights whole
     plan = replace(
         plan,
-        layers=plan.layers or tuple(_few_layers(model, plan.cp) for model in plan.model),
-        variants=tuple(dict.fromkeys(plan.variants)) or (ULYSSES_DEFAULTS if plan.cp > 1 else TENSOR_PARALLEL_DEFAULTS),
-        repeat=tuple(dict.fromkeys(plan.repeat)) or ((OVERLAP,) if plan.bitwise else ()),
+        layers=plan.layers or tuple(few),
+        variants=tuple(dict.fromkeys(plan.variants)) or (ULYSSES_DEFAULTS if plan.cp > 1 else DEFAULTS),
+        repeat=tuple(dict.fromkeys(plan.repeat)) or (("overlap",) if plan.bitwise else ()),
         **({"steps": 10, "round_steps": 2} if plan.quick else {}),
     )
-    if problem := pairing_problem(plan.names, plan.cp, len(plan.model)):
+    if problem := _problem(plan):
         raise RecipeError(problem)
+    return plan, overlap
+
+
+def _problem(plan: Plan) -> str | None:
+    """Which flags do not go together."""
+    if len(plan.layers) != len(plan.model):
+        return f"--layers has {len(plan.layers)} numbers for {len(plan.model)} models; give one for each"
     for name in plan.repeat:
         if name not in plan.variants:
-            raise RecipeError(f"--repeat {name} is not one of the --variants {','.join(plan.variants)}; add it to them")
-    if len(plan.layers) != len(plan.model):
-        raise RecipeError(f"--layers has {len(plan.layers)} numbers for {len(plan.model)} models; give one for each")
-    return plan
+            return f"--repeat {name} is not one of the --variants {','.join(plan.variants)}; add it to them"
+    for name in plan.names:
+        if plan.cp > 1 and (problem := ulysses_problem(name)):
+            return f"--variants {name} with --cp {plan.cp}: {problem}"
+        if bare(name) in USERBUFFERS and (len(plan.model) > 1 or name.endswith(AGAIN)):
+            return (
+                f"--variants {bare(name)}: userbuffers are made once a process; give one --model and no --repeat of it"
+            )
+    return None
 
 
-def _few_layers(model: str, cp: int) -> int:
-    """How many layers of a model fit. Half as many with context parallelism: it leaves weights whole and has more variants."""
-    few = FEW_LAYERS.get(model, 1)
-    return max(1, few // 2) if cp > 1 else few
-
-
-def settings_for(plan: Plan, number: int, world_size: int) -> Settings:
-    """The recipe settings of the plan's model of this number, checked.
+def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
+    """The recipe settings of the plan's model of this number.
 
     Raises:
         RecipeError: they break a rule of the recipe.
     """
-    tp = plan.tp or max(1, world_size // plan.cp)
-    replicas = world_size // tp if DATA_PARALLEL in plan.variants else world_size // (tp * plan.cp)
+    tp = plan.tp or max(1, ranks // plan.cp)
     settings = replace(
         defaults(plan.model[number] != SMALL, plan.model[number]),
         num_layers=plan.layers[number],
@@ -132,14 +124,11 @@ def settings_for(plan: Plan, number: int, world_size: int) -> Settings:
         tp=tp,
         cp=plan.cp,
         micro_batch_size=plan.micro_batch_size,
-        global_batch_size=plan.global_batch_size or plan.micro_batch_size * max(1, replicas),
+        global_batch_size=plan.global_batch_size or plan.micro_batch_size * max(1, ranks // (tp * plan.cp)),
         train_iters=plan.trained_steps,
-        lr=plan.lr,
-        min_lr=plan.lr / 10,
-        lr_warmup_iters=min(20, plan.trained_steps // 4),
+        lr=3e-4,
+        lr_warmup_iters=20,
         deterministic=int(plan.bitwise),
-        text=plan.text,
+        accumulation_fusion=plan.weight_gradient_fusion == "both",
     )
-    if DATA_PARALLEL in plan.variants:
-        resolve(replace(settings, cp=1), world_size)
-    return resolve(settings, world_size)
+    return resolve(settings, ranks)

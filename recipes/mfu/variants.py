@@ -1,8 +1,9 @@
-"""What is compared: the same model with its linears overlapped and not, of whose modules, and how the ranks are divided."""
+"""How each variant is built: the same model with its linears overlapped and not, and of whose modules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import importlib
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,42 +13,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from gpt.graph import with_graph
 from gpt.model import OURS, Modules, build_model
-from gpt.rules import graph_problem
-from gpt.settings import Settings
+from gpt.settings import Settings, graph_problem
 from gpt.training import Trainer, build_trainer
 from mfu.alone import parallel_linears
-from mfu.current import Layout, Layouts, Userbuffers
-from mfu.names import (
-    ASYNC_TP,
-    DATA_PARALLEL,
-    GRAPHS,
-    MEGATRON,
-    NCCL,
-    OVERLAP,
-    TE,
-    TE_OVERLAP,
-    TE_RING,
-    USERBUFFERS,
-    bare,
-    is_transformer_engine,
-)
+from mfu.names import GRAPHS, USERBUFFERS, bare, is_transformer_engine
 from overlap_train import OverlapConfig
 from overlap_train.tools.bench.async_tp import AsyncColumn, AsyncRow
-
-ALONE = (MEGATRON, DATA_PARALLEL, TE)  # also run where there is nothing to overlap
-
-
-@dataclass(frozen=True)
-class Built:
-    """A trainer, and what its steps need: `layout` in use. main_grad: where weight gradients go, as OverlapConfig.main_grad says
-    it."""
-
-    trainer: Trainer
-    main_grad: str
-    layout: Layout
-    userbuffers: Userbuffers | None
 
 
 def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
@@ -61,52 +33,70 @@ def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
             "TransformerEngine is not installed; install it (pip install --no-build-isolation 'transformer_engine[pytorch]'), "
             "or leave this variant out of --variants"
         )
-    if settings.tp == settings.cp == 1 and variant not in ALONE:
+    if settings.tp == settings.cp == 1 and variant not in ("megatron", "te"):
         return "tensor-parallel size 1: nothing to overlap"
-    if variant == ASYNC_TP and device.type != "cuda":
+    if variant == "async_tp" and device.type != "cuda":
         return "PyTorch's async-TP needs CUDA devices"
     return None
 
 
-def settings_of(name: str, settings: Settings) -> Settings:
-    """The settings of one variant. Some have a CUDA graph, and one has no context parallelism."""
-    variant = bare(name)
-    return replace(settings, cuda_graph=int(variant in GRAPHS), cp=1 if variant == DATA_PARALLEL else settings.cp)
-
-
-def build_variant(
-    name: str, settings: Settings, overlap: OverlapConfig, device: torch.device, layouts: Layouts
-) -> Built:
-    """Build a variant's trainer, its layout in use. Collective. Raises RecipeError where enable() refuses."""
-    settings, variant = settings_of(name, settings), GRAPHS.get(bare(name), bare(name))
-    layout, userbuffers = layouts.use(settings), None
-    config, change = overlap_of(variant, overlap), use_async_tp if variant == ASYNC_TP else None
+def build_variant(name: str, settings: Settings, overlap: OverlapConfig, device: torch.device) -> Trainer:
+    """Build a variant's trainer; collective. Raises RecipeError where enable() refuses."""
+    variant, change, modules = GRAPHS.get(bare(name), bare(name)), None, OURS
+    if variant == "async_tp":
+        change = use_async_tp
     if variant in USERBUFFERS:
-        userbuffers = layouts.userbuffers(settings)
-        names = userbuffers.RING if variant == TE_RING else userbuffers.DEFAULT
-        change = partial(userbuffers.name, names=names)
-    model = build_model(settings, config, device, change, modules_of(variant))
-    # Baselines return their weight gradients, and DDP adds them; so do our linears on TransformerEngine's modules.
-    main_grad = "off" if config is None or variant == TE_OVERLAP else config.main_grad
-    return Built(with_graph(build_trainer(settings, model)), main_grad, layout, userbuffers)
+        change = partial(name_userbuffers, settings=settings, is_ring=variant == USERBUFFERS[1])
+    if is_transformer_engine(variant):
+        own = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": variant == USERBUFFERS[1]}
+        spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
+        modules = Modules(spec, own if variant in USERBUFFERS else {})
+    settings = replace(settings, cuda_graph=int(bare(name) in GRAPHS))
+    return build_trainer(settings, build_model(settings, overlap_of(variant, overlap), device, change, modules))
 
 
 def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
     """The settings of a variant's overlapped linears; None: it has none."""
-    if variant in (MEGATRON, ASYNC_TP, DATA_PARALLEL, TE, *USERBUFFERS):
+    if variant in ("megatron", "async_tp", "te", *USERBUFFERS):
         return None
-    if variant in (OVERLAP, TE_OVERLAP):
+    if variant in ("overlap", "te_overlap"):
         return overlap
-    return overlap.by("collective" if variant == NCCL else variant)
+    return overlap.by("collective" if variant == "nccl" else variant)
 
 
-def modules_of(variant: str) -> Modules:
-    """The modules that a variant is built of. TransformerEngine's overlap by userbuffers if their config says so at that time."""
-    if not is_transformer_engine(variant):
-        return OURS
-    spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
-    userbuffers = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": variant == TE_RING}
-    return Modules(spec, userbuffers if variant in USERBUFFERS else {})
+def adds_in_place(name: str, settings: Settings, overlap: OverlapConfig) -> bool:
+    """Whether a variant's linears add weight gradients into main_grad inside the GEMM."""
+    config = overlap_of(GRAPHS.get(bare(name), bare(name)), overlap)
+    return settings.accumulation_fusion if config is None else config.main_grad == "accumulate"
+
+
+def name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None:
+    """Let a model's linears take TransformerEngine's communication buffers, made as Megatron-LM makes them (--tp-comm-overlap).
+
+    Needs TransformerEngine 2.7 or newer. A process can have one set, which has a communicator for each product of a transformer,
+    by name. So one set has both configurations: linears named fc1 and fc2 run by TransformerEngine's defaults, qkv and proj by
+    ring exchange for every scatter.
+    """
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+    if base._ub_communicators is None:
+        ring = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=settings.tp)
+        base.initialize_ub(
+            shape=[settings.seq_length * settings.micro_batch_size, settings.hidden_size],
+            tp_size=settings.tp,
+            quantization_modes=[base.UserBufferQuantizationMode.NONE],
+            ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)},
+            bootstrap_backend="nccl",
+        )
+    column, row = ("qkv", "proj") if is_ring else ("fc1", "fc2")
+    for module in model.modules():
+        if getattr(module, "ub_name", None) is not None:
+            module.ub_name = row if module.parallel_mode == "row" else column
+
+
+def release_userbuffers() -> None:
+    """Free them, if there are any: they must not outlive the process groups."""
+    if megatron_te.HAVE_TE:
+        importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
 
 
 def use_async_tp(model: GPTModel) -> None:

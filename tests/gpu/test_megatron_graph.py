@@ -17,14 +17,11 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
 
-from gpt.context_parallel import part_of_rank
-from gpt.data import Batch
-from gpt.graph import EAGER_STEPS, GraphedTrainer, with_graph
+from gpt.data import Batch, part_of_rank
 from gpt.model import build_model
 from gpt.settings import Settings, defaults
-from gpt.training import Trainer, build_trainer, micro_batches
-from mfu.measuring import forget_captured
-from overlap_train import OverlapConfig, all_gather_linear, check
+from gpt.training import EAGER_STEPS, GraphedTrainer, Trainer, build_trainer, micro_batches
+from overlap_train import OverlapConfig, all_gather_linear, check, forget_graphs
 from overlap_train.config import SLOTS
 from overlap_train.integrations.megatron import report
 
@@ -73,11 +70,12 @@ def trainers() -> Iterator[list[GraphedTrainer]]:
     yield made
     for trainer in made:
         trainer.release()
-    forget_captured()
+    for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()):
+        forget_graphs(group)
 
 
 def trainer_of(settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Trainer:
-    return with_graph(build_trainer(settings, build_model(settings, overlap, device)))
+    return build_trainer(settings, build_model(settings, overlap, device))
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:

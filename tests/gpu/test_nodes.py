@@ -35,9 +35,9 @@ from overlap_train.nodes.engines import Piece, StreamEngine
 from overlap_train.nodes.nccl import NcclExchange, NcclTransport
 from overlap_train.nodes.nvshmem import NvshmemPuts
 from overlap_train.nodes.slots import Place
-from overlap_train.planning import choice
-from overlap_train.planning.variants import Variant
+from overlap_train.ops import plan as engine_plan
 from overlap_train.schedule.inter_node import SendRecv
+from overlap_train.select.tiling import equal_chunks
 from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World
@@ -80,7 +80,7 @@ def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_every_number_of_chunks_that_the_tuner_may_find_is_exact(nodes: Case, chunks: int) -> None:
-    with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):  # as if it had been measured as the fastest
+    with mock.patch.object(engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
         for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
             for operator in ("column", "row", "to_heads", "to_rows"):
                 OPERATORS[operator](replace(nodes, dtype=torch.bfloat16), rows, k, n, seed=seed)

@@ -19,12 +19,12 @@ from overlap_train.ops.launch import multiprocessors
 from overlap_train.ops.plan import EnginePlan, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.ops.table import start_gather, start_scatter
-from overlap_train.planning.choice import choose
-from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.variants import VARIANTS, Variant
 from overlap_train.schedule.order import SCATTER, Topology
 from overlap_train.schedule.transfers import legs
+from overlap_train.select.choose import choose
+from overlap_train.select.method import Method
 from overlap_train.select.passes import Pass
+from overlap_train.select.table import UNTUNED
 from overlap_train.select.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
 from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
 
@@ -99,7 +99,7 @@ def test_own_rows_share_tiles_with_a_peers_where_that_saves_a_wave(case: Case) -
     """Forward, by a split reduction: 4100 rows of 4096 columns are four waves of tiles instead of four and a half on an H200."""
     if (case.config.method, case.world) != ("fused", 2):
         pytest.skip("4100 rows of fewer or more ranks are other tiles")
-    assert choose("fused", Pass(SCATTER, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED).variant.split_reduction
+    assert choose("fused", Pass(SCATTER, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED).how.split_reduction
     for seed in range(3):
         OPERATORS["row"](case, (2050, 1), 4096, 4096, seed=seed)
 
@@ -143,16 +143,16 @@ def _random(case: Case, *shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(case.device, case.dtype)
 
 
-SPLIT = [variant for variant in VARIANTS if variant.split_reduction]
+SPLIT = [Method("fused", whole, True, barrier) for whole in (False, True) for barrier in (False, True)]
 
 
-@pytest.mark.parametrize("variant", SPLIT, ids=lambda variant: variant.named("fused"))
-def test_a_split_reduction_is_exact(case: Case, variant: Variant) -> None:
+@pytest.mark.parametrize("variant", SPLIT, ids=str)
+def test_a_split_reduction_is_exact(case: Case, variant: Method) -> None:
     """Of a column's backward, after the gather of x and before its weight gradient, several times with other numbers."""
     if case.config.method != "fused":
         pytest.skip("the others have nothing to split, or always do")
     w, domain = case.world, domain_of(case.group, case.config, case.device)
-    wgrad_tag, dgrad_tag = (Tag(f"{variant.named('split')}/{part}", "test") for part in ("wgrad", "dgrad"))
+    wgrad_tag, dgrad_tag = (Tag(f"{variant}/{part}", "test") for part in ("wgrad", "dgrad"))
     prepare(domain, Request("test", "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None, "split")
     chunk_counts = set()
     # the last in two chunks of 8 MiB, twice in the same slots
@@ -178,7 +178,7 @@ def test_a_split_reduction_is_exact(case: Case, variant: Variant) -> None:
     assert any(key[0] == "reduce" for call in calls for key in call.launches._packed), "the second kernel ran"
 
 
-def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Variant) -> tuple[EnginePlan, EnginePlan]:
+def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Method) -> tuple[EnginePlan, EnginePlan]:
     """How x is gathered again, and dgrad with a split reduction."""
     topology = Topology(1, case.world, case.rank)
     plan = make_plan(ALL_GATHER_LINEAR, case.config, UNTUNED, topology, x, w)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpt.rules import read_flags
+from gpt.settings import read_flags
 from overlap_train import cli
 from overlap_train.flags import flag
 from overlap_train.tools.slurm.command import TRACKER, job_from_flags, notes
@@ -122,7 +122,7 @@ def test_context_parallelism_reaches_the_recipe(tmp_path: Path, commands: Comman
     end = words.index("--")
     job, _ = job_from_flags([*words[:end], "--run-dir", str(tmp_path / "run"), *words[end:]])
     given = srun_of(written(tmp_path, job), commands)
-    settings, overlap, _ = read_flags(given[given.index(job.recipe) + 1 :], None, 16, on_gpu=True)
+    settings, overlap = read_flags(given[given.index(job.recipe) + 1 :], None, 16, on_gpu=True)
     assert (settings.tp, settings.cp, overlap is None) == (2, 4, False)
 
 

@@ -21,9 +21,9 @@ from overlap_train.integrations.megatron import print_table, report
 from overlap_train.integrations.megatron.enabling import first_table, reporting
 from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
 from overlap_train.integrations.megatron.linears.in_model import overlapped_linears
-from overlap_train.planning.table import Winner, save
-from overlap_train.planning.table_key import key_of
+from overlap_train.select.method import Method
 from overlap_train.select.passes import Pass
+from overlap_train.select.table import Winner, key_of, save
 from tests.megatron.linears import column_pair, run
 from tests.megatron.models import (
     BATCH,
@@ -268,8 +268,12 @@ def tuned(folder: str) -> dict[str, tuple[str, str]]:
     short, long = (Pass("gather", sequence * BATCH, n, k, torch.float32, 2) for sequence in (SEQUENCE // 4, SEQUENCE))
     scatter = Pass("scatter", SEQUENCE * BATCH, *bare.get_submodule(FC2).weight.shape, torch.float32, 2)
     if torch.distributed.get_rank() == 0:
-        winners = [Winner(short, "collective", {}), Winner(short.dgrad, "collective", {})]
-        winners += [Winner(long, "chunked", {}), Winner(long.dgrad, "collective", {}), Winner(scatter, "chunked", {})]
+        winners = [Winner(short, Method("collective"), {}), Winner(short.dgrad, Method("collective"), {})]
+        winners += [
+            Winner(long, Method("chunked"), {}),
+            Winner(long.dgrad, Method("collective"), {}),
+            Winner(scatter, Method("chunked"), {}),
+        ]
         save(folder, key_of(torch.device("cpu"), 2), winners)
     torch.distributed.barrier()
 

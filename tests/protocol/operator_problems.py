@@ -63,7 +63,7 @@ def scatters(
     a, b = integers(calls, world, world * rows, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        variant = core("planning.variants").Variant(split_reduction=split_reduction)
+        variant = core("select.method").Method("fused", split_reduction=split_reduction)
         plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
         return core("ops.table").start_scatter(domain, plan, tag_of("scatter"), own, mine).finish()
 

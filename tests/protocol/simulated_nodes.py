@@ -104,7 +104,7 @@ class NodeDomain(SimulatedDomain):
     ) -> Any:  # fmt: skip
         """variant: across nodes a method runs in one way."""
         planning, config = core("ops.plan"), core("config").OverlapConfig(method=method, **settings)
-        table, spec = core("planning.table").UNTUNED, getattr(core("ops.spec"), spec)
+        table, spec = core("select.table").UNTUNED, getattr(core("ops.spec"), spec)
         plan = planning.make_plan(spec, config, table, self.topology, x, w)
         return replace(
             plan, **{part: self._in_chunks(getattr(plan, part)) for part in ("fprop", "dgrad", "dgrad_alone")}

@@ -184,9 +184,7 @@ class SimulatedDomain:
         """The plan of an operator for operands like these. variant: how every pass runs, instead of what the choice says."""
         planning, config = core("ops.plan"), core("config").OverlapConfig(method=method, **settings)
         topology = self.topology
-        plan = planning.make_plan(
-            getattr(core("ops.spec"), spec), config, core("planning.table").UNTUNED, topology, x, w
-        )
+        plan = planning.make_plan(getattr(core("ops.spec"), spec), config, core("select.table").UNTUNED, topology, x, w)
         if variant is None:
             return plan
         return dataclasses.replace(

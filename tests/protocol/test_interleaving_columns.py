@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.planning.variants import Variant
+from overlap_train.select.method import Method
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
@@ -33,7 +33,7 @@ def columns(
 
         def host(domain: SimulatedDomain) -> None:
             rank = domain.rank
-            variant = Variant(barrier_first=barrier_first)
+            variant = Method(method, barrier_first=barrier_first)
             column, _ = planned(domain, method, x[0, rank], w[0, rank], w[0, rank], variant=variant)
             if barriers is not None:
                 meet = domain.workspace.barrier

@@ -34,7 +34,7 @@ def trial(machine: NodeSimulation) -> Build:
 
         def host(domain: SimulatedDomain) -> None:
             domain.settled = lambda config: SimpleNamespace(network_sms=4, reduce_sms=0)  # type: ignore[attr-defined]
-            domain.network_gbs = 0.0  # type: ignore[attr-defined]
+            domain.span.network_gbs = 0.0  # type: ignore[attr-defined]
             gathers = Gathers(domain, BLOCK_BYTES, torch.float32)  # type: ignore[arg-type]
             for turn in range(ROUNDS):
                 broken[turn, domain.rank] = gathers.broken(turn)

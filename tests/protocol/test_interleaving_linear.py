@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.planning.variants import PLAIN, Variant
 from overlap_train.schedule import order as kinds
+from overlap_train.select.method import Method
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
@@ -36,13 +36,16 @@ class Context(SimpleNamespace):
         self.saved_tensors = tensors
 
 
+PLAIN = Method("fused")  # without options
+
+
 def mlp(
     method: str,
     machine: Simulation,
     gathered_input: str = "regather",
     steps: int = 2,
     wants_dx: bool = True,
-    variant: Variant = PLAIN,
+    variant: Method = PLAIN,
 ) -> Build:
     """`steps` times: forward of MICROBATCHES, then their backward in order (as a pipeline's first stage has it).
 
@@ -93,7 +96,7 @@ def planned(
     w1: torch.Tensor,
     w2: torch.Tensor,
     gathered_input: str = "regather",
-    variant: Variant = PLAIN,
+    variant: Method = PLAIN,
 ) -> tuple[Any, Any]:
     """The plans of a column linear x @ w1.T and of a row linear after it. variant: how every pass runs."""
     settings = {"gathered_input": gathered_input, "main_grad": "off", "variant": variant}
@@ -155,19 +158,25 @@ def test_a_column_whose_input_is_frozen_passes() -> None:
 
 @pytest.mark.parametrize(("method", "ranks"), [("chunked", 3), ("fused", 2)])
 def test_so_do_passes_that_begin_in_step(method: str, ranks: int) -> None:
-    assert_passes(mlp(method, Simulation(ranks, device_waits=True), variant=Variant(barrier_first=True)), range(4))
+    assert_passes(
+        mlp(method, Simulation(ranks, device_waits=True), variant=Method(method, barrier_first=True)), range(4)
+    )
 
 
 def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
-    assert_passes(mlp("fused", Simulation(2, device_waits=True), variant=Variant(split_reduction=True)), range(4))
-    assert_passes(mlp("fused", Simulation(2), variant=Variant(whole=True, split_reduction=True)), range(4))
+    assert_passes(
+        mlp("fused", Simulation(2, device_waits=True), variant=Method("fused", split_reduction=True)), range(4)
+    )
+    assert_passes(mlp("fused", Simulation(2), variant=Method("fused", whole=True, split_reduction=True)), range(4))
 
 
 GATHER = "ops.ag_gemm"
 
 
-@pytest.mark.parametrize("variant", [Variant(split_reduction=True), Variant()], ids=["ends before", "outlasts"])
-def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: Variant) -> None:
+@pytest.mark.parametrize(
+    "variant", [Method("fused", split_reduction=True), Method("fused")], ids=["ends before", "outlasts"]
+)
+def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: Method) -> None:
     """A kernel that waits for no partials ends before its pushes, and a copy behind them would hold the weight gradient."""
     engine, kept = core("ops.ag_gemm").ChunkedGather, []
     with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):

@@ -35,14 +35,10 @@ from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
 from overlap_train.nodes.connect import NodeWaits
 from overlap_train.nodes.gloo import GlooTransport, HostEngine, Worker
-from overlap_train.nodes.ops import (
-    InterNodeAllToAllGemm,
-    InterNodeGemmAllToAll,
-    InterNodeGemmReduceScatter,
-)
+from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
+from overlap_train.ops import plan as engine_plan
 from overlap_train.ops.plan_cache import made_cache
-from overlap_train.planning import choice
-from overlap_train.planning.variants import Variant
+from overlap_train.select.tiling import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import Outcome, run_ranks, values
 
@@ -74,7 +70,7 @@ def test_every_shape(world: int, node_ranks: int) -> None:
 def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str) -> list[int]:
     """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
     case, counts = case_of(node_ranks, method), []
-    with mock.patch.object(choice, "PLAIN", Variant(chunks=chunks)):
+    with mock.patch.object(engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
         for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
                 OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
@@ -406,7 +402,7 @@ def _for_the_receiver(send: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plant(fault: str, rank: int) -> None:
     if fault == "a block is passed on before it is there":
-        HostEngine._pass_on = _without_wait(HostEngine._pass_on)  # type: ignore[method-assign]
+        HostEngine._pass_on = _on_impatient(HostEngine._pass_on)  # type: ignore[method-assign]
     if fault == "the sum is sent before the partials are there":
         InterNodeGemmReduceScatter._make_sum = _without_wait(InterNodeGemmReduceScatter._make_sum)  # type: ignore[method-assign]
     if fault == "the result is complete before the sums of other nodes are there":

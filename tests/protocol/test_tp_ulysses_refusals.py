@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, attention_output_linear, qkv_all_to_all
-from overlap_train.ops.plan_cache import PlanBook
+from overlap_train.ops.plan_cache import PlanCache
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import grid
 
@@ -92,13 +92,13 @@ def _once_more(rank: int, world: int) -> tuple[str, list[str]]:
     there, whose peer knows the product."""
     g, heads, asked = grid(), AttentionHeads(4, 2, 4), []
     common = dict(config=replace(CONFIG, timeout_s=2.0), shards=g.shards())
-    x, w, said, refuse = torch.ones(4, 1, 8), torch.ones(heads.features, 8), "", PlanBook.refuse
+    x, w, said, refuse = torch.ones(4, 1, 8), torch.ones(heads.features, 8), "", PlanCache.refuse
 
-    def noted(book: PlanBook, *problem: Any) -> None:
+    def noted(book: PlanCache, *problem: Any) -> None:
         asked.append("tp_group" if book.domain.group is g.tensor else "group")
         refuse(book, *problem)
 
-    PlanBook.refuse = noted
+    PlanCache.refuse = noted
     for wrong in (WRONG, 0):
         asked.clear()
         with pytest.raises((ValueError, OverlapTimeoutError)) as raised:

@@ -18,19 +18,18 @@ import torch.utils.checkpoint
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.group.domain import OverlapDomain
 from overlap_train.group.registry import made_domain
-from overlap_train.methods import TRAITS
 from overlap_train.ops import plan_cache as in_trial
 from overlap_train.ops import plan_cache as plan_book
 from overlap_train.ops import plan_cache as trial_book
 from overlap_train.ops import plan_cache as tuning_file
-from overlap_train.ops import trials
 from overlap_train.ops.plan_cache import plan_of
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
-from overlap_train.planning import choice
-from overlap_train.planning.table import read
-from overlap_train.planning.table_key import key_of
 from overlap_train.schedule.order import GATHER
+from overlap_train.select import autotune, choose
+from overlap_train.select.choose import Choice
+from overlap_train.select.method import NAMES, Method
 from overlap_train.select.passes import SCATTER_AND_WGRAD
+from overlap_train.select.table import key_of, read
 from tests.processes import run_ranks, values
 
 STEPS, M, N, K = 12, 16, 6, 4  # global sizes
@@ -63,14 +62,14 @@ def _two_methods() -> Any:
 @contextlib.contextmanager
 def _slow(ranks: tuple[int, ...], *passes: tuple[str, str]) -> Any:
     """On these ranks, (pass of a tag, method) takes SLOW_S longer."""
-    enter = trials.TimedBracket.__enter__
+    enter = autotune.TimedBracket.__enter__
 
     def slowly(bracket: Any) -> None:
         enter(bracket)
         if dist.get_rank() in ranks and (bracket._timed.kind, bracket._timed.method) in passes:
             time.sleep(SLOW_S)
 
-    with mock.patch.object(trials.TimedBracket, "__enter__", slowly):
+    with mock.patch.object(autotune.TimedBracket, "__enter__", slowly):
         yield
 
 
@@ -83,9 +82,9 @@ def _methods(domain: OverlapDomain) -> list[tuple[str, str]]:
 def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
     config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, timeout_s=20.0)
     ran: list[str] = []
-    next_turn = trials.Trial.next_turn
+    next_turn = autotune.Autotune.next_turn
 
-    def turn(trial: trials.Trial, name: str) -> int | None:
+    def turn(trial: autotune.Autotune, name: str) -> int | None:
         number = next_turn(trial, name)
         ran.append(f"{name} {'untuned' if number is None else trial.methods[number]}")
         return number
@@ -95,7 +94,7 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
     # chunked is slow forward on one rank, collective backward on the other
     with (
         _two_methods(),
-        mock.patch.object(trials.Trial, "next_turn", turn),
+        mock.patch.object(autotune.Autotune, "next_turn", turn),
         _slow((0,), (GATHER, "chunked")),
         _slow((1,), (SCATTER_AND_WGRAD, "collective")),
         mock.patch.object(plan_book, "prepare", side_effect=plan_book.prepare) as prepare,
@@ -119,9 +118,9 @@ def _trial(rank: int, world: int, folder: str) -> dict[str, Any]:
     facts["said"] = said.getvalue()
     facts["plans"] = _methods(domain)
     winners = domain.book.table.winners.values()
-    facts["winners"] = {winner.measured.kind: (winner.method, sorted(winner.ms)) for winner in winners}
+    facts["winners"] = {winner.measured.kind: (winner.how.name, sorted(map(str, winner.ms))) for winner in winners}
     kept = read(folder, key_of(torch.device("cpu"), world)).winners if rank == 0 else None
-    facts["kept"] = kept is None or {winner.measured.kind: winner.method for winner in kept.values()}
+    facts["kept"] = kept is None or {winner.measured.kind: winner.how.name for winner in kept.values()}
     return facts
 
 
@@ -166,8 +165,8 @@ def _no_trial(rank: int, world: int, folder: str) -> list[int]:
     """How many calls were tried: where both passes are measured, in evaluation, of a frozen weight; and then
     of a row linear."""
     turns = []
-    next_turn = trials.Trial.next_turn
-    with mock.patch.object(trials.Trial, "next_turn", lambda *turn: turns.append(turn) or next_turn(*turn)):
+    next_turn = autotune.Autotune.next_turn
+    with mock.patch.object(autotune.Autotune, "next_turn", lambda *turn: turns.append(turn) or next_turn(*turn)):
         config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
         _step(config, "known")
         x, w = torch.ones(5, K, requires_grad=True), torch.ones(7, K)
@@ -189,12 +188,12 @@ def _other_times(rank: int, world: int, folder: str) -> list[str]:
     """Forward, rank 0 has measured that collective is faster, rank 1 that chunked is, which is slower on the slowest rank."""
     times = ({"chunked": 1.0, "collective": 0.5}, {"chunked": 0.1, "collective": 0.7})[rank]
     measured = {(GATHER, method): ms for method, ms in times.items()}
-    with mock.patch.object(trials.Trial, "times", return_value=measured), _two_methods():
+    with mock.patch.object(autotune.Autotune, "times", return_value=measured), _two_methods():
         for _ in range(STEPS + 1):
             _step(OverlapConfig(tune_steps=STEPS, tuning_dir=folder), "fc1")
     domain = made_domain(dist.group.WORLD)
     assert domain is not None
-    return [winner.method for winner in domain.book.table.winners.values()]
+    return [winner.how.name for winner in domain.book.table.winners.values()]
 
 
 def test_ranks_that_measured_other_times_agree(tmp_path: Path) -> None:
@@ -221,15 +220,17 @@ def _every_method(rank: int, world: int) -> tuple[int, list[str]]:
 
 
 def test_every_method_takes_its_turn_and_is_exact() -> None:
-    assert values(run_ranks(2, _every_method)) == [(4, sorted(TRAITS))] * 2
+    assert values(run_ranks(2, _every_method)) == [(4, sorted(NAMES))] * 2
 
 
 def _too_few(rank: int, world: int, folder: str) -> int:
     """How many trials begin in the calls of three, in which nothing was timed."""
     config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder)
     with (
-        mock.patch.object(trials.Trial, "times", return_value={}),
-        mock.patch.object(trials.Trial, "__init__", autospec=True, side_effect=trials.Trial.__init__) as begun,
+        mock.patch.object(autotune.Autotune, "times", return_value={}),
+        mock.patch.object(
+            autotune.Autotune, "__init__", autospec=True, side_effect=autotune.Autotune.__init__
+        ) as begun,
         _two_methods(),
     ):
         for _ in range(3 * STEPS):
@@ -318,14 +319,14 @@ def _recomputed(rank: int, world: int, reentrant: bool, folder: str) -> list[str
 def _refused(rank: int, world: int, folder: str, mib: int) -> list[tuple[str, ...]]:
     """Which methods are tried in so much memory, and where the kernels refuse one."""
     tried = []
-    begin = trials.Trial.__init__
+    begin = autotune.Autotune.__init__
 
-    def note(trial: trials.Trial, fprop: Any, methods: tuple[str, ...], *rest: Any) -> None:
+    def note(trial: autotune.Autotune, fprop: Any, methods: tuple[str, ...], *rest: Any) -> None:
         tried.append(tuple(sorted(methods)))
         begin(trial, fprop, methods, *rest)
 
     config = OverlapConfig(tune_steps=STEPS, tuning_dir=folder, symmetric_mib=mib)
-    with mock.patch.object(trials.Trial, "__init__", note):
+    with mock.patch.object(autotune.Autotune, "__init__", note):
         x, w = torch.ones(256, 2048, requires_grad=True), torch.ones(8, 2048, requires_grad=True)  # 4 MiB a slot
         all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1").sum().backward()
         with mock.patch.object(
@@ -338,7 +339,7 @@ def _refused(rank: int, world: int, folder: str, mib: int) -> list[tuple[str, ..
 @pytest.mark.parametrize(("mib", "fits"), [(20, False), (30, False), (40, True)])
 def test_what_does_not_fit_takes_no_part(mib: int, fits: bool, tmp_path: Path) -> None:
     """Three slots of 4 MiB, and as many of words with flags, which are twice as large: 12 MiB, and 24 more."""
-    every = set(TRAITS)
+    every = set(NAMES)
     expected = [tuple(sorted(every if fits else every - {"low_latency"})), tuple(sorted(every - {"fused"}))]
     assert values(run_ranks(2, _refused, str(tmp_path), mib)) == [expected] * 2
 
@@ -390,7 +391,7 @@ def test_too_few_steps_are_refused(steps: Any) -> None:
 
 def _differs(rank: int, world: int, folder: str, how: str) -> tuple[str, str]:
     """Rank 1 has other arguments in a first call whose trial connects the nodes, which the untuned plan would not need."""
-    short = mock.patch.object(choice, "method_across_nodes", return_value=("collective", "a short block"))
+    short = mock.patch.object(choose, "untuned", return_value=Choice(Method("collective"), "a short block"))
     steps = 0 if how == "steps" and rank else 20
     config = OverlapConfig(node_ranks=1, timeout_s=5.0, tune_steps=steps, tuning_dir=folder)
     x, w = torch.ones(8, 16, requires_grad=True), torch.ones(8, 16, requires_grad=how != "frozen" or rank == 0)

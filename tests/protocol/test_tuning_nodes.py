@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_all_to_all, linear_reduce_scatter, shutdown
 from overlap_train.group.registry import made_domain
-from overlap_train.planning.table import Winner, read, save
-from overlap_train.planning.table_key import Key, key_of
 from overlap_train.schedule.order import GATHER, GEMM_A2A, SCATTER
+from overlap_train.select.method import Method
 from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.table import Winner, key_of, read, save
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer
 
@@ -31,7 +31,7 @@ TP = {
 }
 QKV = Pass(GEMM_A2A, M, INSIDE, OUTSIDE, torch.float32, WORLD)
 ULYSSES = {"qkv/fprop": QKV, "qkv/dgrad": QKV.dgrad}
-IN_CHUNKS = {"chunked", "chunked in 2", "chunked in 4", "chunked in 8", "collective"}
+IN_CHUNKS = {("chunked", 0), ("chunked", 2), ("chunked", 4), ("chunked", 8), ("collective", 0)}
 Engines = dict[str, tuple[str, int, str]]  # "fc1/fprop" -> method, chunks, reason
 
 
@@ -83,11 +83,16 @@ def _engines() -> Engines:
     return found
 
 
-def trained(folder: Path, node_ranks: int = NODE_RANKS) -> Engines:
+def _steps(rank: int, world: int, folders: tuple[str, ...]) -> list[Engines]:
+    """With each of these folders on two nodes; with the last one also on one."""
+    return [_train(rank, world, folder, NODE_RANKS) for folder in folders] + [_train(rank, world, folders[-1], world)]
+
+
+def trained(*folders: Path) -> list[Engines]:
     """The same on all ranks."""
-    first, *others = values(run_ranks(WORLD, _train, str(folder), node_ranks))
+    first, *others = values(run_ranks(WORLD, _steps, tuple(map(str, folders)), limit_s=60))
     assert all(other == first for other in others)
-    return dict(first)
+    return list(first)
 
 
 def stored(folder: Path) -> dict[tuple[str, int, int, int], dict[str, Any]]:
@@ -97,60 +102,35 @@ def stored(folder: Path) -> dict[tuple[str, int, int, int], dict[str, Any]]:
     return {(entry["kind"], entry["m"], entry["n"], entry["k"]): entry for entry in document["winners"]}
 
 
-def expected(winner: Winner, pass_: Pass) -> tuple[str, int, str]:
-    """What `auto` makes of it. CPU processes send whole blocks where nothing was measured."""
-    variant = winner.variant_of(winner.method)
-    chunks = max(1, variant.chunks) if variant else 1
-    told = {1: ""}.get(chunks, f"; blocks in {chunks} chunks")
-    return winner.method, chunks, f"auto: tuned for {pass_}{told}"
-
-
 def test_what_was_measured_on_two_nodes_is_what_auto_does_there_and_only_there(
     script_server: ScriptServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    said = ""
+    tuned, four, one = (tmp_path / name for name in ("tuned", "four", "one"))
     for more in ((), ("--ulysses",)):
-        arguments = ("--tuning-dir", str(tmp_path), *more)
+        arguments = ("--tuning-dir", str(tuned), *more)
         status, said = script_server.run(*TUNE, *arguments, folder=tmp_path_factory.mktemp("tune"), world=WORLD)
         assert status == 0, said
         assert said.count("a group of 4 ranks on 2 nodes of 2, as node_ranks says: ranks 0-1, 2-3; gloo") == 1
-    for (kind, *_), entry in stored(tmp_path).items():
-        in_one = {"chunked", "collective"}
-        assert set(entry["ms"]) == (IN_CHUNKS if kind in (GATHER, SCATTER, SCATTER_AND_WGRAD) else in_one), kind
-    table = read(str(tmp_path), key_of(CPU, WORLD, NODES))
-    there = trained(tmp_path)
-    assert there.keys() == (TP | ULYSSES).keys()
+    for (kind, *_), entry in stored(tuned).items():
+        in_one = {("chunked", 0), ("collective", 0)}
+        timed = {(one["name"], one.get("chunks", 0)) for one in entry["timed"]}
+        assert timed == (IN_CHUNKS if kind in (GATHER, SCATTER, SCATTER_AND_WGRAD) else in_one), kind
+    in_four = Method("chunked", chunks=4)
+    fastest = [Winner(pass_, in_four, {Method("chunked"): 2.0, in_four: 1.0}) for pass_ in TP.values()]
+    save(str(four), key_of(CPU, WORLD, NODES), fastest)
+    save(str(one), key_of(CPU, WORLD, 1), [Winner(pass_, Method("collective"), {}) for pass_ in TP.values()])
+    table = read(str(tuned), key_of(CPU, WORLD, NODES))
+    by_tuner, in_chunks, untuned, inside = trained(tuned, four, one)
+    assert by_tuner.keys() == (TP | ULYSSES).keys()
     for name, pass_ in (TP | ULYSSES).items():
         winner = table.find(pass_)
         assert winner is not None
-        assert there[name] == expected(winner, pass_)
-    assert all("not tuned" in reason for _, _, reason in trained(tmp_path, node_ranks=4).values())
-
-
-def winners(method: str, best: str = "") -> list[Winner]:
-    ms = {"chunked": 2.0, "collective": 2.0} | ({best: 1.0} if best else {})
-    return [Winner(pass_, method, ms) for pass_ in TP.values()]
-
-
-def of_key(nodes: int) -> Key:
-    return key_of(CPU, WORLD, nodes)
-
-
-def test_the_number_of_chunks_that_was_fastest_runs_and_is_right(tmp_path: Path) -> None:
-    save(str(tmp_path), of_key(NODES), winners("chunked", "chunked in 4"))
-    for name, (method, chunks, reason) in trained(tmp_path).items():
-        if name in TP:
-            assert (method, chunks) == ("chunked", 4) and reason.endswith("; blocks in 4 chunks")
-
-
-def test_rows_of_one_node_and_of_two_are_never_mixed(tmp_path: Path) -> None:
-    """As many ranks in both."""
-    save(str(tmp_path), of_key(1), winners("collective"))
-    assert {reason for _, _, reason in trained(tmp_path).values()} == {"auto: not tuned: CPU tensors on several nodes"}
-    save(str(tmp_path), of_key(NODES), winners("chunked", "chunked in 2"))
-    assert {there[:2] for name, there in trained(tmp_path).items() if name in TP} == {("chunked", 2)}
-    in_one = trained(tmp_path, node_ranks=4)
-    assert {here[:2] for name, here in in_one.items() if name in TP} == {("collective", 1)}
+        method, chunks, reason = by_tuner[name]
+        assert method == winner.how.name and reason.startswith(f"auto: tuned for {pass_}")
+        assert chunks == max(1, winner.how.chunks)
+    assert {found[:2] for name, found in in_chunks.items() if name in TP} == {("chunked", 4)}
+    assert {reason for _, _, reason in untuned.values()} == {"auto: not tuned: CPU tensors on several nodes"}
+    assert {found[:2] for name, found in inside.items() if name in TP} == {("collective", 1)}
 
 
 def test_what_does_not_fit_the_nodes_is_said_before_anything_is_measured(

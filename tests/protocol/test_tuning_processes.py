@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,23 @@ from overlap_train.group.signals import Tag
 from overlap_train.ops.ag_gemm import ChunkedGather
 from overlap_train.ops.gemm_rs import ChunkedScatter
 from overlap_train.ops.plan import EnginePlan
-from overlap_train.ops.table import GATHERS, SCATTERS
-from overlap_train.planning.choice import Choice
-from overlap_train.planning.table import Winner, path_of, read, save
-from overlap_train.planning.table_key import key_of
+from overlap_train.ops.table import IN_NODE
 from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.select.choose import Choice
+from overlap_train.select.method import Method
 from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.table import Winner, key_of, path_of, read, save
 from overlap_train.tools.measure.cases import Case
 from overlap_train.tools.measure.operands import make_operands
 from overlap_train.tools.measure.results import Results
 from overlap_train.tools.measure.runs import Session, Settings
 from overlap_train.tools.measure.world import World
-from overlap_train.tools.tune.candidates import backward, tune_case
-from overlap_train.tools.tune.cases import model_cases, one_a_bucket
+from overlap_train.tools.tune.candidates import _backward, model_cases, one_a_bucket, tune_case
 from overlap_train.tools.tune.command import keep
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer
+
+GATHERS, SCATTERS = IN_NODE[GATHER], IN_NODE[SCATTER]
 
 CPU = torch.device("cpu")
 M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of the model "tiny": qkv and fc1 [64, 32], proj and fc2 [32, 32]
@@ -112,16 +114,18 @@ def test_the_second_run_uses_what_the_first_has_measured_and_says_so(
     status, said = script_server.run(*TUNE, *arguments, folder=tmp_path_factory.mktemp("tune"))
     assert status == 0, said
     (file,) = tmp_path.iterdir()
-    assert file.name in said
+    assert file.name in said and "over collective" in said and len(re.findall(r"\d\.\d\d x$", said, re.M)) == 4
     stored = json.loads(file.read_text())["winners"]
-    assert len(stored) == 4 and all(set(winner["ms"]) == {"chunked", "collective"} for winner in stored)
+    assert len(stored) == 4 and all(
+        {one["name"] for one in winner["timed"]} == {"chunked", "collective"} for winner in stored
+    )
     first, second = values(run_ranks(2, _train, str(tmp_path)))
     assert first == second and first.keys() == PASSES.keys()
     table = read(str(tmp_path), key_of(CPU, 2))
     for name, pass_ in PASSES.items():
         winner = table.find(pass_)
         assert winner is not None
-        assert first[name] == (winner.method, f"auto: tuned for {pass_}")
+        assert first[name] == (winner.how.name, f"auto: tuned for {pass_}")
 
 
 def slow(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,14 +163,6 @@ def test_a_slow_default_loses_and_a_broken_candidate_is_left_out_and_noted(tmp_p
     for choices in values(run_ranks(2, _train, str(tmp_path))):
         assert {method for method, _ in choices.values()} == {"collective"}
         assert all("tuned for M=16" in reason for _, reason in choices.values())
-
-
-def test_each_pass_has_a_method_of_its_own(tmp_path: Path) -> None:
-    """Forward by gloo, backward by chunks, but for fc1's x, which backward gathers as forward does; results are right."""
-    method = {"fc1/fprop": "collective", "fc1/dgrad": "chunked", "fc2/fprop": "collective", "fc2/dgrad": "chunked"}
-    save(str(tmp_path), key_of(CPU, 2), [Winner(PASSES[name], method[name], {}) for name in PASSES])
-    for choices in values(run_ranks(2, _train, str(tmp_path))):
-        assert {name: found for name, (found, _) in choices.items()} == method
 
 
 def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
@@ -207,7 +203,7 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
     case = Case("tiny", "ag_gemm", "dgrad", M, INSIDE, OUTSIDE)
     operands = make_operands(case, World(group, CPU, rank, world), torch.float32, 0)
     done.clear()
-    backward(case, domain, Choice("chunked", "a candidate"), operands)(operands)
+    _backward(case, domain, Choice(Method("chunked"), "a candidate"), operands)(operands)
     shutdown()
     return by_autograd, done
 
@@ -219,52 +215,51 @@ def test_the_tuner_runs_a_columns_backward_as_autograd_does() -> None:
         assert by_autograd == ["x is sent", "dx is multiplied and sent", kept, "x is waited for", "dx is waited for"]
 
 
-def _at_home(rank: int, world: int, homes: str) -> Choices:
-    os.environ["HOME"] = f"{homes}/{rank}"
-    return train_a_step(OverlapConfig(timeout_s=30.0), world)
+EACH = {"fc1/fprop": "collective", "fc1/dgrad": "chunked", "fc2/fprop": "collective", "fc2/dgrad": "chunked"}
 
 
-def test_ranks_whose_home_folders_differ_agree_on_those_of_rank_0(tmp_path: Path) -> None:
-    for rank, method in enumerate(("collective", "chunked")):
-        folder = tmp_path / str(rank) / ".cache" / "overlap_train"
-        save(str(folder), key_of(CPU, 2), [Winner(pass_, method, {}) for pass_ in PASSES.values()])
-    first, second = values(run_ranks(2, _at_home, str(tmp_path)))
-    assert first == second
-    assert {method for method, _ in first.values()} == {"collective"}
+def _by_tables(rank: int, world: int, homes: str) -> tuple[list[Choices], str]:
+    """Steps with what lies in several home folders, of which each rank has its own; and a folder that comes too late."""
+    ran, engines = [], (dict(GATHERS), dict(SCATTERS))
+    for home in ("each", "differ", "none", "three"):
+        os.environ["HOME"] = f"{homes}/{home}/{rank}"
+        ran.append(train_a_step(OverlapConfig(timeout_s=30.0), world))
+        GATHERS.update(engines[0]), SCATTERS.update(engines[1])
+    x, w = torch.ones(4, 8), torch.ones(4, 8)
+    all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(tuning_dir=homes))
+    try:
+        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(tuning_dir=homes + "/other"))
+    except ValueError as error:
+        return ran, str(error)
+    return ran, "no error"
 
 
-def test_ranks_without_a_table_agree_with_those_that_have_one(tmp_path: Path) -> None:
-    folder = tmp_path / "1" / ".cache" / "overlap_train"
-    save(str(folder), key_of(CPU, 2), [Winner(pass_, "collective", {}) for pass_ in PASSES.values()])
-    for choices in values(run_ranks(2, _at_home, str(tmp_path))):
-        assert {method for method, _ in choices.values()} == {"chunked"}, "rank 0 has none"
+def test_all_ranks_go_by_what_rank_0_has_measured(tmp_path: Path) -> None:
+    """each: a method for each pass. differ: rank 1 has other winners. none: rank 0 has no table. three: that of other ranks."""
 
+    def write(home: str, rank: int, method: Callable[[str], str], world: int = 2) -> Path:
+        folder = tmp_path / home / str(rank) / ".cache" / "overlap_train"
+        passes = {name: replace(pass_, world=world) for name, pass_ in PASSES.items()}
+        return save(
+            str(folder), key_of(CPU, world), [Winner(p, Method(method(name)), {}) for name, p in passes.items()]
+        )
 
-def test_measurements_of_another_number_of_ranks_are_not_used(tmp_path: Path) -> None:
-    three = key_of(CPU, 3)
-    winners = [Winner(Pass(p.kind, p.m, p.n, p.k, p.dtype, 3), "collective", {}) for p in PASSES.values()]
-    path = save(str(tmp_path), three, winners)
-    shutil.copy(path, path_of(str(tmp_path), key_of(CPU, 2)))  # the fault: a file under another's name
+    write("each", 0, EACH.__getitem__)
+    write("differ", 0, lambda name: "collective")
+    write("differ", 1, lambda name: "chunked")
+    write("none", 1, lambda name: "collective")
+    three = write("three", 0, lambda name: "collective", world=3)
+    shutil.copy(three, path_of(str(three.parent), key_of(CPU, 2)))  # the fault: a file under another's name
     with pytest.warns(UserWarning, match="it was measured with"):
-        read(str(tmp_path), key_of(CPU, 2))
-    for choices in values(run_ranks(2, _train, str(tmp_path))):
+        read(str(three.parent), key_of(CPU, 2))
+    (first, error), (second, _) = values(run_ranks(2, _by_tables, str(tmp_path)))
+    assert first == second and "--overlap-train-tuning-dir" in error and "shutdown()" in error
+    each, differ, none, others = first
+    assert {name: method for name, (method, _) in each.items()} == EACH
+    assert {method for method, _ in differ.values()} == {"collective"}
+    for choices in (none, others):
         assert {method for method, _ in choices.values()} == {"chunked"}
         assert all("not tuned" in reason for _, reason in choices.values())
-
-
-def _other_folder(rank: int, world: int, folder: str) -> str:
-    x, w = torch.ones(4, 8), torch.ones(4, 8)
-    all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(tuning_dir=folder))
-    try:
-        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(tuning_dir=folder + "/other"))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_a_folder_that_cannot_act_any_more_is_an_error(tmp_path: Path) -> None:
-    for error in values(run_ranks(2, _other_folder, str(tmp_path))):
-        assert "--overlap-train-tuning-dir" in error and "shutdown()" in error
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from overlap_train import AttentionHeads, OverlapConfig, all_to_all_linear, linear_all_to_all
 from overlap_train.group.registry import made_domain
-from overlap_train.methods import TRAITS
 from overlap_train.ops import plan_cache as trial_book
-from overlap_train.ops import trials
 from overlap_train.schedule.order import A2A_GEMM, GEMM_A2A
+from overlap_train.select import autotune
+from overlap_train.select.method import NAMES
 from overlap_train.ulysses import calls, parts
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
@@ -35,26 +35,26 @@ class Seen:
     """What calls did: the methods of each one's parts, and what was timed, pass by pass."""
 
     methods: list[list[str]] = field(default_factory=list)
-    timed: list[trials.Timed] = field(default_factory=list)
+    timed: list[autotune.Timed] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def _seen() -> Iterator[Seen]:
     """Also lets a KiB stand for a MiB of exchange_mib."""
-    seen, linear, add = Seen(), calls.Call.linear, trials.Trial.add
+    seen, linear, add = Seen(), calls.Call.linear, autotune.Autotune.add
 
     def note_parts(call: calls.Call, planned: Any, *rest: Any) -> Any:
         seen.methods.append([part.exchange.plan.fprop.method for part in planned])
         return linear(call, planned, *rest)
 
-    def note_time(trial: trials.Trial, timed: trials.Timed, begin: Any) -> None:
+    def note_time(trial: autotune.Autotune, timed: autotune.Timed, begin: Any) -> None:
         seen.timed.append(timed)
         add(trial, timed, begin)
 
     with (
         mock.patch.object(parts, "_MIB", 1 << 10),
         mock.patch.object(calls.Call, "linear", note_parts),
-        mock.patch.object(trials.Trial, "add", note_time),
+        mock.patch.object(autotune.Autotune, "add", note_time),
         contextlib.redirect_stderr(io.StringIO()),
     ):
         yield seen
@@ -87,7 +87,7 @@ def _trial(rank: int, world: int, operator: str, folder: str) -> dict[str, Any]:
         "tried": tried,
         "after": seen.methods[STEPS:],
         "timed": [tuple(timed)[1:] for timed in seen.timed],
-        "winners": {winner.measured.kind: winner.method for winner in domain.book.table.winners.values()},
+        "winners": {winner.measured.kind: winner.how.name for winner in domain.book.table.winners.values()},
     }
 
 
@@ -105,7 +105,7 @@ def test_all_parts_of_a_call_have_one_turn_and_one_time(operator: str, tmp_path:
 def _every_method(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
     with _seen() as seen:
         for operator in KINDS:
-            for call in range(1 + 3 * (len(TRAITS) - 1) + 1):
+            for call in range(1 + 3 * (len(NAMES) - 1) + 1):
                 _call(_case(folder), operator, call)
     domain = made_domain(dist.group.WORLD)
     assert domain is not None
@@ -113,7 +113,7 @@ def _every_method(rank: int, world: int, folder: str) -> tuple[int, list[str]]:
 
 
 def test_every_method_takes_its_turn_and_is_exact(tmp_path: Path) -> None:
-    expected = (2, sorted(set(TRAITS) - {"low_latency"}))
+    expected = (2, sorted(set(NAMES) - {"low_latency"}))
     assert values(run_ranks(2, _every_method, str(tmp_path))) == [expected] * 2
 
 

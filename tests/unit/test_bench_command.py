@@ -15,9 +15,9 @@ import torch
 
 from overlap_train import cli
 from overlap_train.flags import from_args
-from overlap_train.planning.table import Winner, save
-from overlap_train.planning.table_key import key_of
+from overlap_train.select.method import Method
 from overlap_train.select.passes import Pass
+from overlap_train.select.table import Winner, key_of, save
 from overlap_train.tools.bench import command, kinds, layers, plots
 from overlap_train.tools.measure import methods
 from overlap_train.tools.measure.cases import EXCHANGES, OPS, PASSES
@@ -86,7 +86,9 @@ def test_ranks_of_nodes_are_refused_where_there_are_none(capsys: pytest.CaptureF
 def kept(folder: Path, world: int) -> str:
     """A folder with a winner, of CPU processes."""
     measured = Pass("gather", 16, 32, 32, torch.float32, world)
-    save(str(folder), key_of(torch.device("cpu"), world), [Winner(measured, "chunked", {"chunked": 1.0})])
+    save(
+        str(folder), key_of(torch.device("cpu"), world), [Winner(measured, Method("chunked"), {Method("chunked"): 1.0})]
+    )
     return str(folder)
 
 

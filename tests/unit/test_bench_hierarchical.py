@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig
-from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.order import Topology
+from overlap_train.select.table import UNTUNED
 from overlap_train.tools.bench import hierarchical, node_domains, operators, output, plots
 from overlap_train.tools.bench.hierarchical import Shapes, hierarchical_cases
 from overlap_train.tools.bench.node_domains import Domains
@@ -132,6 +132,7 @@ def test_a_row_counts_nodes_where_there_are_several(topology: Topology, told: di
     assert {name: value for name, value in found.items() if name == "nodes"} == told
 
 
+@pytest.mark.usefixtures("hopper_gpu")
 def test_a_row_has_the_time_of_its_own_domain(monkeypatch: pytest.MonkeyPatch) -> None:
     here = session(2, "chunked")
     made, case = domains(monkeypatch, 4, (16,), here), Case("", "ag_gemm", "fprop", 8192, 65536, 4096)

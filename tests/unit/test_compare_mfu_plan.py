@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpt.program import RecipeError
-from mfu.names import AGAIN, is_graph, loss_baseline, speed_baseline
+from mfu.names import AGAIN, baseline_of, is_graph
 from mfu.plan import WARM_UP_STEPS, Plan, read_flags, settings_for
 
 
@@ -62,31 +62,28 @@ def test_context_parallelism_has_variants_and_fewer_layers_of_its_own() -> None:
     assert (settings.tp, settings.cp, settings.global_batch_size) == (2, 2, 1)
 
 
-def test_the_same_global_batch_has_to_suit_data_parallel_ranks() -> None:
-    asked = plan("--cp 2 --tp 1 --variants data_parallel,nccl")
-    assert settings_for(asked, 0, 2).global_batch_size == 2
-    with pytest.raises(RecipeError, match="--global-batch-size 3 is not a multiple"):
-        settings_for(plan("--cp 2 --variants data_parallel,nccl --global-batch-size 3"), 0, 2)
-
-
 def test_what_others_are_compared_with() -> None:
-    assert speed_baseline(["te", "overlap", "megatron"]) == "megatron"
-    assert speed_baseline(["te_overlap", "te"]) == "te"
-    assert speed_baseline(["data_parallel", "fused"]) is None
-    assert speed_baseline(["megatron", "overlap_graph"], "overlap_graph") is None
-    assert speed_baseline(["nccl_graph", "megatron_graph", "megatron"], "overlap_graph again") == "megatron_graph"
-    assert speed_baseline(["nccl", "overlap_graph", "nccl_graph"], "overlap_graph") == "nccl_graph"
-    assert loss_baseline(["nccl", "data_parallel"]) == "data_parallel"
-    assert loss_baseline(["fused", "direct"]) == "fused"
+    assert baseline_of(["te", "overlap", "megatron"], "overlap") == "megatron"
+    assert baseline_of(["te_overlap", "te"], "te_overlap") == "te"
+    assert baseline_of(["fused"], "fused") is None
+    assert baseline_of(["megatron", "overlap_graph"], "overlap_graph") is None
+    assert baseline_of(["nccl_graph", "megatron_graph", "megatron"], "overlap_graph again") == "megatron_graph"
+    assert baseline_of(["nccl", "overlap_graph", "nccl_graph"], "overlap_graph") == "nccl_graph"
+
+
+def test_fusion_on_both_sides_is_a_setting_of_all_variants() -> None:
+    assert [
+        settings_for(plan(f"--weight-gradient-fusion {who}"), 0, 4).accumulation_fusion for who in ("ours", "both")
+    ] == [False, True]
 
 
 WRONG = [
     ("--cp 2 --variants megatron", ["--variants megatron with --cp 2", "take nccl"]),
     ("--cp 2 --variants nccl_graph,megatron_graph", ["--variants megatron_graph with --cp 2", "take nccl_graph"]),
     ("--cp 2 --variants te_userbuffers", ["--variants te_userbuffers with --cp 2", "take te"]),
-    ("--variants data_parallel,overlap", ["--variants data_parallel without --cp", "take megatron"]),
+    ("--variants auto", ["--variants", "'auto'", "overlap"]),
     ("--model llama3-8b,llama3-70b --variants te_userbuffers", ["te_userbuffers", "one --model"]),
-    ("--variants te_userbuffers --repeat te_userbuffers", ["te_userbuffers", "without --repeat"]),
+    ("--variants te_userbuffers --repeat te_userbuffers", ["te_userbuffers", "no --repeat"]),
     ("--cp 0", ["--cp", "'0'", "positive"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
     ("--variants megatron,flux", ["--variants", "'flux'", "async_tp"]),
@@ -109,5 +106,5 @@ def test_a_wrong_flag_is_refused_in_one_line(line: str, words: list[str]) -> Non
 
 
 def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"--seq-length 63 must be a multiple of --tp 2"):
+    with pytest.raises(RecipeError, match="--seq-length 63 must be a multiple of 2"):
         settings_for(plan("--model small --seq-length 63"), 0, 2)

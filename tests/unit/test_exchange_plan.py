@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from overlap_train.config import OverlapConfig
-from overlap_train.methods import TRAITS
 from overlap_train.ops.plan import make_plan, planner_of
 from overlap_train.ops.spec import (
     ALL_TO_ALL,
@@ -18,19 +16,20 @@ from overlap_train.ops.spec import (
     all_to_all_linear_error,
     linear_all_to_all_error,
 )
-from overlap_train.planning.choice import Choice, choose, may_choose, untuned
-from overlap_train.planning.table import UNTUNED
-from overlap_train.planning.variants import Variant
-from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
-from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.schedule.order import A2A_GEMM, GEMM_A2A, Topology
+from overlap_train.select.choose import Choice, choose, may_choose
+from overlap_train.select.method import NAMES, Method
+from overlap_train.select.passes import Pass
+from overlap_train.select.system import SYSTEMS
+from overlap_train.select.table import UNTUNED
 from overlap_train.select.tiling import HOPPER, PORTABLE
 from tests.unit.test_plan import _hopper as _hopper
 
-BF16, GPU = torch.bfloat16, torch.device("cuda", 0)
+BF16, GPU = torch.bfloat16, SYSTEMS["h200"]  # stands where a device stands
 
 
 def engine_plan(
-    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: int = 4, sums: int = 9,
+    choice: Choice, pass_: Pass, topology: Topology, device: Any, w: torch.Tensor, sms: int = 4, sums: int = 9,
     gbs: float = 0.0,
 ) -> Any:  # fmt: skip
     """The plan of a pass where NCCL has `sms`, the sum of a node `sums`, and the network carries `gbs` GB/s."""
@@ -45,9 +44,6 @@ def test_a_pass_multiplies_the_rows_of_one_rank() -> None:
     assert (back.kind, back.m, back.n, back.k) == (A2A_GEMM, 4096, 1024, 3072) and back.dgrad == out
     for pass_ in (out, back):
         assert pass_.rows == 1024 and pass_.row_features == 3072 // 4, "of dy as of y"
-    whole = Pass("gather", 4096, 3072, 1024, BF16, 4)
-    assert out.gemm_us == whole.gemm_us / 4
-    assert out.copy_us == pytest.approx(whole.copy_us * (3072 // 4) / 1024)
 
 
 def test_slots_have_room_for_what_one_rank_receives() -> None:
@@ -59,7 +55,13 @@ def test_slots_have_room_for_what_one_rank_receives() -> None:
 
 def engine(method: str, kind: str, m: int = 8192, n: int = 4096, k: int = 4096, world: int = 4) -> Any:
     w = torch.empty(8, 8, dtype=BF16)
-    return engine_plan(Choice(method, "asked for"), Pass(kind, m, n, k, BF16, world), Topology(1, world, 0), GPU, w)
+    return engine_plan(
+        Choice(Method(method), "asked for"),
+        Pass(kind, m, n, k, BF16, world),
+        Topology(1, world, 0),
+        GPU,
+        w,
+    )
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -77,40 +79,6 @@ def test_whose_kernels_multiply_and_in_which_chunks() -> None:
     assert [leg.after_tiles for leg in engine("fused", A2A_GEMM).legs] == [False] * 3
 
 
-def test_across_nodes_they_overlap() -> None:
-    pass_ = Pass(A2A_GEMM, 32768, 4096, 4096, BF16, 4)
-    short = Pass(A2A_GEMM, 16384 - 4, 4096, 4096, BF16, 4).dgrad
-    assert choose("auto", short, GPU, UNTUNED, nodes=2) == Choice(
-        "collective", "auto: not tuned: blocks of 8 MiB are too short to cross nodes one by one"
-    )
-    assert choose("auto", short, torch.device("cpu"), UNTUNED, nodes=2).method == "chunked"
-    for one in (pass_, replace(pass_, dtype=torch.float32).dgrad):
-        on_cpu, on_gpu = (choose("auto", one, device, UNTUNED, nodes=2) for device in (torch.device("cpu"), GPU))
-        assert on_cpu == Choice("chunked", "auto: not tuned: CPU tensors on several nodes")
-        assert on_gpu == Choice("chunked", "auto: not tuned: GPUs on several nodes")
-    plan = engine_plan(on_cpu, pass_, Topology(2, 2, 0), torch.device("cpu"), torch.empty(8, 8, dtype=BF16))
-    again = planner_of(Topology(2, 2, 0), OverlapConfig()).sent_again(plan)
-    assert plan.sources == again.sources == (1, 3, 2), "the own node's, then of the far node the twin's last"
-    assert [leg.target for leg in again.legs] == [3, 2, 1]
-    assert [(turn.sent.target, turn.for_another) for turn in again.send_recvs] == [(3, True), (2, False)]
-
-
-@pytest.mark.usefixtures("_hopper")
-def test_the_library_multiplies_at_once_what_comes_at_once() -> None:
-    """A chunk of an all-to-all from all ranks; a chunk of a gather from one rank a node. One kernel takes what would be several
-    products."""
-    for world, nodes in ((2, 2), (4, 2), (4, 4)):
-        one_a_node = world == nodes
-        found = {
-            kind: choose("auto", Pass(kind, 32768, 4096, 4096, BF16, world), GPU, UNTUNED, nodes=nodes).method
-            for kind in (A2A_GEMM, GATHER, SCATTER, GEMM_A2A)
-        }
-        gathers = "chunked" if one_a_node else "fused"
-        assert found == {A2A_GEMM: "chunked", GATHER: gathers, SCATTER: "fused", GEMM_A2A: "fused"}
-        whole = Pass(SCATTER, 32768, 4096, 4096, torch.float32, world)
-        assert choose("auto", whole, GPU, UNTUNED, nodes=nodes).method == "chunked", "no kernel of ours"
-
-
 @pytest.mark.usefixtures("_hopper")
 def test_shallow_blocks_are_multiplied_together() -> None:
     """At least 1024 features at once, where a node has so many; of GPUs, across nodes."""
@@ -126,7 +94,7 @@ def a2a_plan(
     world: int, k: int, nodes: int, device: torch.device = GPU, kind: str = A2A_GEMM, chunks: int = 0,
     method: str = "chunked",
 ) -> Any:  # fmt: skip
-    choice, weight = Choice(method, "asked for", Variant(chunks=chunks)), torch.empty(8, 8, dtype=BF16)
+    choice, weight = Choice(Method(method, chunks=chunks), "asked for"), torch.empty(8, 8, dtype=BF16)
     topology = Topology(nodes, world // nodes, 0)
     return engine_plan(choice, Pass(kind, 16384, 4096, k, BF16, world), topology, device, weight)
 
@@ -156,24 +124,11 @@ def test_chunks_that_cross_nodes_of_gpus_are_products_that_fill_a_gpu() -> None:
 
     def chunks(kind: str, n: int) -> int:
         pass_ = Pass(kind, 16384, n, 4096, BF16, 2)
-        choice = Choice("chunked", "asked for")
+        choice = Choice(Method("chunked"), "asked for")
         return engine_plan(choice, pass_, Topology(2, 1, 0), GPU, torch.empty(8, 8, dtype=BF16)).chunks
 
     assert (chunks(A2A_GEMM, 4096), chunks(A2A_GEMM, 1024)) == (4, 1)
     assert (chunks(GEMM_A2A, 4096), chunks(GEMM_A2A, 1024)) == (2, 1)
-
-
-@pytest.mark.usefixtures("_hopper")
-def test_what_auto_takes_untuned() -> None:
-    def taken(kind: str, m: int, device: torch.device = GPU, k: int = 4096) -> str:
-        return untuned(Pass(kind, m, 4096, k, BF16, 2), device).method
-
-    assert taken(GEMM_A2A, 8192) == taken(GEMM_A2A, 65536) == "fused"
-    assert taken(A2A_GEMM, 8192) == "direct" and taken(A2A_GEMM, 65536) == "fused"
-    for kind in (A2A_GEMM, GEMM_A2A):
-        assert taken(kind, 256) == "collective"
-        assert taken(kind, 8192, k=4096 + 2) == "chunked", "no Hopper kernel"
-        assert taken(kind, 8192, torch.device("cpu")) == "chunked"
 
 
 def test_sizes_that_cannot_be_divided_say_why() -> None:
@@ -206,22 +161,9 @@ def test_an_exchange_beside_a_product_is_by_copies_in_whole_blocks(method: str, 
         assert plan.fprop.sends_ahead == (expected == "chunked")
 
 
-@pytest.mark.usefixtures("_hopper")
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, SCATTER_AND_WGRAD, GEMM_A2A, A2A_GEMM])
-def test_across_nodes_one_kernel_multiplies_blocks_that_are_long_enough(kind: str) -> None:
-    """Of 16 ranks, 1024 rows each: a block of 4096 features is 8 MiB."""
-    features = 4096 * (16 if kind in (GEMM_A2A, A2A_GEMM) else 1)
-    for less, expected in ((0, "chunked" if kind == A2A_GEMM else "fused"), (256, "collective")):
-        pass_ = Pass(kind, 16 * 1024, features - less, features - less, BF16, 16)
-        assert untuned(pass_, GPU, 2).method == expected, less
-        assert untuned(pass_, torch.device("cpu"), 2).method == "chunked"
-    long = Pass(kind, 16 * 1024, features, features, torch.float32, 16)
-    assert untuned(long, GPU, 2).method == "chunked", "no Hopper kernel"
-
-
 def test_across_nodes_methods_that_store_at_peers_are_not_chosen() -> None:
-    assert {method for method in TRAITS if may_choose(method, nodes=2)} == {"fused", "chunked", "collective"}
-    assert all(may_choose(method, nodes=1) for method in TRAITS)
+    assert {method for method in NAMES if may_choose(method, nodes=2)} == {"fused", "chunked", "collective"}
+    assert all(may_choose(method, nodes=1) for method in NAMES)
 
 
 def test_an_exchange_beside_a_product_across_nodes_has_whole_blocks_and_sms() -> None:

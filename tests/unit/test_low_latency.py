@@ -15,11 +15,10 @@ from overlap_train.gpu.ptx_check import WORD_STORED, missing
 from overlap_train.group.slots import SLOTS, Layout
 from overlap_train.ops.plan import Plan, make_plan, why_not
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
-from overlap_train.planning.choice import untuned
-from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.order import A2A_GEMM, GATHER, Topology
-from overlap_train.select.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, pays, serves
+from overlap_train.select.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, serves
 from overlap_train.select.passes import Pass
+from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -60,17 +59,6 @@ def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
 def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:
     assert all(serves(pass_) for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad))
     assert not any(serves(pass_) for pass_ in (replace(FEW, m=1 << 16), replace(FEW, kind=A2A_GEMM)))
-
-
-@pytest.mark.usefixtures("hopper_gpu")
-def test_auto_takes_it_for_few_rows_of_few_bytes() -> None:
-    """On two ranks 256 rows of 16384 features are 4 MiB sent, and 512 of 4096 are 2."""
-    most = (replace(FEW, m=256, k=16384, world=2), replace(FEW, m=512, k=4096, world=2))
-    for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad, *most, replace(FEW, m=8), replace(FEW, dtype=torch.float32)):
-        assert pays(pass_) and untuned(pass_, GPU).method == LOW_LATENCY
-    more = [replace(pass_, k=pass_.k + 64) for pass_ in most]
-    for pass_ in (*more, replace(FEW, m=1024, k=256), replace(FEW, kind=A2A_GEMM), replace(FEW, world=1)):
-        assert not pays(pass_) and untuned(pass_, GPU).method != LOW_LATENCY
 
 
 def test_flagged_words_lie_behind_the_blocks() -> None:

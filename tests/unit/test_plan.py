@@ -17,7 +17,6 @@ from overlap_train.group.slots import BARRIER, SLOTS, Layout
 from overlap_train.ops.plan import (
     Plan,
     barrier_first,
-    chunks_of,
     make_plan,
     planner_of,
     why_not,
@@ -29,12 +28,14 @@ from overlap_train.ops.spec import (
     all_gather_error,
     reduce_scatter_error,
 )
-from overlap_train.planning.choice import Choice, choose
-from overlap_train.planning.table import UNTUNED, Table, Winner
-from overlap_train.planning.variants import Variant
 from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology
 from overlap_train.select import tiling
+from overlap_train.select.choose import Choice, choose
+from overlap_train.select.method import Method
 from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.system import SYSTEMS
+from overlap_train.select.table import UNTUNED, Table, Winner
+from overlap_train.select.tiles import chunks_of
 from overlap_train.select.tiling import (
     HOPPER,
     LIBRARY,
@@ -48,12 +49,12 @@ from overlap_train.select.tiling import (
 )
 from tests.linear_cases import cut_into
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), SYSTEMS["h200"]  # stands where a device stands
 BF16 = torch.bfloat16
 
 
 def engine_plan(
-    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, sms: int = 4, sums: int = 9,
+    choice: Choice, pass_: Pass, topology: Topology, device: Any, w: torch.Tensor, sms: int = 4, sums: int = 9,
     gbs: float = 0.0,
 ) -> Any:  # fmt: skip
     """The plan of a pass where NCCL has `sms`, the sum of a node `sums`, and the network carries `gbs` GB/s."""
@@ -75,7 +76,7 @@ def engine(
     """The plan of one pass on a GPU. w: the weight, else one of [n, k]."""
     w = torch.empty(8, 8, dtype=BF16) if w is None else w
     return engine_plan(
-        Choice(method, "asked for", Variant(**how)),
+        Choice(Method(method, **how), "asked for"),
         Pass(kind, m, n, k, BF16, world),
         Topology(1, world, 0),
         GPU,
@@ -117,7 +118,7 @@ def test_chunks_that_cross_the_network_are_products_that_fill_a_gpu() -> None:
     short ones."""
 
     def chunks(n: int, row_bytes: int = 8192, in_short: bool = False, at_once: int = 1) -> int:
-        return network_chunk_count(4096, row_bytes, products_that_fill(4096, n, at_once), in_short)
+        return network_chunk_count(4096, row_bytes, products_that_fill(4096, n, at_once, 132), in_short)
 
     assert [chunks(n) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 4]
     assert [chunks(n, in_short=True) for n in (1024, 2048, 4096, 8192, 65536)] == [1, 1, 2, 4, 8]
@@ -138,7 +139,7 @@ def test_a_persistent_kernel_sends_chunks_of_less_than_a_gpu_of_tiles() -> None:
 
     def chunks(method: str, kind: str, world: int) -> int:
         pass_ = Pass(kind, 8192 * world, 2048 * (world if kind == GEMM_A2A else 1), 8192, BF16, world)
-        return chunks_of(Choice(method, "asked for"), pass_, GPU, nodes=2, gbs=2.5)
+        return chunks_of(Method(method), pass_, GPU, nodes=2, gbs=2.5)
 
     kinds = (SCATTER, GEMM_A2A)
     assert [chunks("fused", kind, 2) for kind in kinds] == [8, 8]
@@ -172,16 +173,6 @@ def test_chunks_may_cost_a_strip_but_those_of_a_gather() -> None:
             for kind in (GATHER, SCATTER, A2A_GEMM, GEMM_A2A)
         }
         assert found == {GATHER: 1, SCATTER: 2, A2A_GEMM: 2, GEMM_A2A: 2}, (method, rows)
-
-
-def test_chunks_of_portable_kernels_cost_no_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose tiles are of 128 rows and of one chunk: 4352 rows are 34, in two chunks, too, and in four 36."""
-    for capability, chunks in (((8, 0), 2), ((9, 0), 4)):
-        tiling.tma_reads.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert {engine("fused", 2 * 4352, kind, 2, n=8192, k=8192).chunks for kind in (SCATTER, A2A_GEMM)} == {chunks}
-        assert engine("direct", 2 * 4352, world=2).chunks == chunks
-    tiling.tma_reads.cache_clear()
 
 
 @pytest.mark.usefixtures("_hopper")
@@ -345,7 +336,8 @@ def test_when_a_backward_starts_with_a_barrier_which_its_reason_then_says() -> N
     assert not barrier_first(plan(), gathers=False), "a frozen weight"
     fprop = Pass(GATHER, 8192, 1536, 4096, BF16, 4)
     by_nccl = {
-        won.measured.bucket: won for won in (Winner(fprop, "collective", {}), Winner(fprop.dgrad, "chunked", {}))
+        won.measured.bucket: won
+        for won in (Winner(fprop, Method("collective"), {}), Winner(fprop.dgrad, Method("chunked"), {}))
     }
     for other in (plan(gathered_input="keep"), plan(Table(by_nccl), method="auto")):
         assert other.dgrad.method == "chunked" and not barrier_first(other, gathers=True), "only pushes collide"
@@ -355,7 +347,9 @@ def test_when_a_backward_starts_with_a_barrier_which_its_reason_then_says() -> N
 def test_a_backward_that_sends_nothing_again_goes_by_its_own_variant() -> None:
     plan = plan_on_cpu(LINEAR_REDUCE_SCATTER)
     assert not barrier_first(plan, gathers=False)
-    assert barrier_first(replace(plan, dgrad=replace(plan.dgrad, variant=Variant(barrier_first=True))), gathers=False)
+    assert barrier_first(
+        replace(plan, dgrad=replace(plan.dgrad, variant=Method("fused", barrier_first=True))), gathers=False
+    )
 
 
 def test_kernels_run_on_cpus_in_the_interpreter_only() -> None:

@@ -12,7 +12,7 @@ import torch
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron.linears.main_grad import accumulates
 from overlap_train.ops.plan import Plan
-from overlap_train.ops.trials import Trial
+from overlap_train.select.autotune import Autotune as Trial
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from ... import OverlapConfig
 from ...config import METHODS
 from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int
-from ...methods import TRAITS
+from ...select.method import Method
 from ..measure.cases import EXCHANGES, OPS, PASSES
 from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS, TINY
@@ -67,7 +67,7 @@ class Bench(ABC):
 
     def settings(self, device: torch.device) -> Settings:
         """What the measurements themselves need. Raises ValueError for a method that cannot run on the device."""
-        fits = [method for method in ("fused", "direct") if not self.node_ranks or TRAITS[method].crosses]
+        fits = [method for method in ("fused", "direct") if not self.node_ranks or Method(method).crosses]
         methods = self.methods or (*(fits if device.type == "cuda" else ()), "chunked", "collective")
         refuse_kernels_on_cpus(self.methods, device)
         dtype = torch.float32 if self.tiny else torch.bfloat16

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...group.registry import forget_graphs, graphed
 from ...linear import all_gather_linear, linear_reduce_scatter
-from ...planning import table, table_key
+from ...select import table
 from ..measure.check import Reference
 from ..measure.results import Row
 from ..measure.runs import Session, Settings
@@ -173,7 +173,7 @@ def tuned_auto(session: Session, folder: str) -> Maker:
         ValueError: on every rank, if rank 0 finds none there.
     """
     settings, world = session.settings, session.world
-    has_none = world.rank == 0 and not table.read(folder, table_key.key_of(world.device, world.size)).winners
+    has_none = world.rank == 0 and not table.read(folder, table.key_of(world.device, world.size)).winners
     if world.any(has_none):
         raise ValueError(
             f"--tuned {folder}: rank 0 finds no winners there of this GPU, {world.size} ranks and these versions; run "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...group.domain import OverlapDomain
 from ...ops.plan_cache import cache_of
-from ...planning.choice import Choice, choose
+from ...select.choose import Choice, choose
 from ...select.low_latency import serving
 from ..measure.cases import Case
 from ..measure.pretended import pretends

@@ -18,7 +18,6 @@ from .examination import Examination
 from .flags import Doctor
 from .job import open_job
 from .report import FAIL, Finding, fail, render, verdict, write
-from .system import write_system
 
 
 def main(arguments: list[str]) -> int:
@@ -59,11 +58,7 @@ def report(asked: Doctor, findings: list[Finding], hosts: list[str]) -> bool:
     """Print, and write what was asked for. Whether all could be written; a line says what not."""
     render(findings, len(hosts))
 
-    def system(path: Path) -> str:
-        return write_system(path, findings, plays_nodes=asked.node_ranks > 0)
-
-    is_written = _write("--json", asked.json, lambda path: write(path, findings, hosts))
-    return _write("--system-json", asked.system_json, system) and is_written
+    return _write("--json", asked.json, lambda path: write(path, findings, hosts))
 
 
 def _write(flagged: str, name: str, work: Callable[[Path], str | None]) -> bool:

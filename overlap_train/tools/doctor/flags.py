@@ -12,7 +12,6 @@ class Doctor:
     """What the doctor is told."""
 
     json: str = option("", "write all findings of all ranks to FILE", metavar="FILE")
-    system_json: str = option("", "write what was measured to FILE, for overlap-train plan --system", metavar="FILE")
     provider: str = option("auto", "check this provider of symmetric memory only; auto: all of them", choices=PROVIDERS)
     network: str = option(
         "auto", "check this transport between nodes only; auto: all that serve the ranks", choices=NETWORKS

@@ -16,8 +16,8 @@ from ...group.domain import OverlapDomain
 from ...group.memory import Request, prepare
 from ...group.signals import Tag
 from ...ops.table import start_gather
-from ...planning.choice import Choice
-from ...planning.variants import CHUNK_COUNTS, Variant
+from ...select.choose import Choice
+from ...select.method import CHUNK_COUNTS, Method
 from ..measure.cases import Case
 from ..measure.operands import Operands
 from ..measure.runs import plan_of
@@ -42,7 +42,7 @@ class Gathers:
         self._numbers = (torch.arange(rows * FEATURES + NUMBERS, device=domain.device) % NUMBERS + 1).to(dtype)
         self._own = self.numbers(self.topology.rank, 0).clone()
         case = Case("", "ag_gemm", "fprop", rows * domain.world_size, FEATURES * domain.world_size, FEATURES)
-        choice = Choice("chunked", "the doctor's", Variant(chunks=CHUNKS))
+        choice = Choice(Method("chunked", chunks=CHUNKS), "the doctor's")
         self._plan = plan_of(case, domain, choice, Operands(self._own, self._eye, self._own))
         self._tag = Tag("doctor/network", f"blocks of {rows} x {FEATURES}")
 

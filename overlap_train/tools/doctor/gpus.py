@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...planning.hardware import hardware_of
+from ...select.system import system_of
 from .report import Finding, fail, ok, warn
 
 _GIB = 1 << 30
@@ -118,7 +118,7 @@ def _smi_findings(gpu: Gpu, smi: Smi) -> Iterator[Finding]:
     if smi.ecc_errors.isdigit() and int(smi.ecc_errors):
         fix = "the memory of this GPU is failing: drain the host and have the GPU reset or replaced"
         yield fail("gpu memory", f"{me}: {smi.ecc_errors} uncorrected errors", "0", fix)
-    model = hardware_of(gpu.name)
+    model = system_of(gpu.name)
     wanted = model.nvlink_lanes if model else 0
     if smi.lanes is None or not gpu.peer_access or not (wanted or smi.lanes):
         return

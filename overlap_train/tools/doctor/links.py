@@ -1,6 +1,6 @@
 """Bandwidth of the copy engine over every link, speed of every GPU, and the rank that is slower than the others.
 
-One pair of ranks copies at a time. Figures are judged by what the hardware should reach (planning/hardware.py) and by the other
+One pair of ranks copies at a time. Figures are judged by what the hardware should reach (select/system.py) and by the other
 ranks' figures; on CPUs they are reported only.
 """
 
@@ -14,7 +14,7 @@ from itertools import permutations
 import torch
 import torch.distributed as dist
 
-from ...planning.hardware import Hardware, hardware_of
+from ...select.system import System, system_of
 from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
 from ..measure import timing, world
@@ -50,7 +50,7 @@ def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
     heap.close()
     if not on_gpu:
         return report_only(here.rank, speeds, tflops)
-    model = hardware_of(torch.cuda.get_device_name(here.device))
+    model = system_of(torch.cuda.get_device_name(here.device))
     judged = [*judge_links(here.rank, here.who, speeds, model), judge_speed(tflops[here.rank], model)]
     return judged + slow_ranks(here, speeds, tflops)
 
@@ -58,7 +58,7 @@ def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
 def check_alone(here: World, count: int) -> list[Finding]:
     """A single process with `count` GPUs: its own GPU's speed, and copies between all pairs, judged like the links of ranks."""
     world.heat(here.device)
-    model = hardware_of(torch.cuda.get_device_name(here.device))
+    model = system_of(torch.cuda.get_device_name(here.device))
     found = [judge_speed(gemm_speeds(here, 8192, timing.measure)[0], model)]
     speeds = _copies_between_gpus(here, count)
     for index in range(count):
@@ -91,13 +91,13 @@ def gemm_speeds(here: World, size: int, measure: Measure) -> dict[int, float]:
     return {int(rank): 2 * size**3 / took.ms / 1e9 for rank, took in times.items()}
 
 
-def judge_links(source: int, who: Who, speeds: Speeds, model: Hardware | None) -> list[Finding]:
+def judge_links(source: int, who: Who, speeds: Speeds, model: System | None) -> list[Finding]:
     """One finding for each link of the source that is slow, else one for all of them."""
     mine = {target: speed for (start, target), speed in speeds.items() if start == source}
     if not mine:
         return []
     usual, found = statistics.median(speeds.values()), []
-    should = model.push_gbs if model else None
+    should = model.copy_gbs if model and model.is_measured else None
     expected = f"at least {WARN_BELOW * should:.0f} GB/s" if should else "not judged: unknown GPU"
     for target, speed in mine.items():
         measured = f"{speed:.0f} GB/s from {who(source)} to {who(target)}"
@@ -110,9 +110,12 @@ def judge_links(source: int, who: Who, speeds: Speeds, model: Hardware | None) -
     return [replace(first, figure=min(mine.values())), *others]  # one figure of each source
 
 
-def judge_speed(tflops: float, model: Hardware | None) -> Finding:
+def judge_speed(tflops: float, model: System | None) -> Finding:
     """The finding about one GPU's speed, against what its model should reach."""
-    measured, should = f"{tflops:.0f} TFLOP/s (8192 x 8192 x 8192, bf16)", model.gemm_tflops if model else None
+    measured, should = (
+        f"{tflops:.0f} TFLOP/s (8192 x 8192 x 8192, bf16)",
+        model.sustained_tflops if model and model.is_measured else None,
+    )
     expected = f"at least {WARN_BELOW * should:.0f} TFLOP/s" if should else "not judged: unknown GPU"
     is_slow = should is not None and tflops < WARN_BELOW * should
     found = warn("gemm", measured, expected, _SLOW_FIX) if is_slow else ok("gemm", measured, expected)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ... import OverlapConfig, all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...group.registry import domain_of
-from ...methods import TRAITS
-from ...planning.hardware import hardware_of
+from ...select.method import Method
+from ...select.system import system_of
 from ...select.tiling import tma_reads
 from ..measure import timing
 from ..measure.operands import gathered
@@ -77,7 +77,7 @@ def check_trial(here: World, trial: Trial) -> list[Finding]:
     found: list[Finding] = []
     domain_of(here.group, trial.config("auto"), here.device).agreement.call_s = trial.call_s
     for method in trial.methods:
-        rows = trial.few_rows if TRAITS[method].few_rows else trial.m
+        rows = trial.few_rows if Method(method).few_rows else trial.m
         verified = _verify(here, replace(trial, m=rows), method)
         found += verified
         if here.any(not verified or bool(verified[0].fix)):
@@ -102,7 +102,7 @@ def _verify(here: World, trial: Trial, method: str) -> list[Finding]:
         is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
     if problems:
         return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
-    operators = f"AG + GEMM and GEMM + RS of {trial.m} rows" if TRAITS[method].few_rows else "all four operators"
+    operators = f"AG + GEMM and GEMM + RS of {trial.m} rows" if Method(method).few_rows else "all four operators"
     return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of {operators} on new inputs", expected)]
 
 
@@ -114,7 +114,7 @@ def _differences(here: World, trial: Trial, method: str, seed: int) -> Iterator[
         ("AG + GEMM", trial.gather(x, w, **settings, name="doctor/ag_gemm")),
         ("GEMM + RS", trial.scatter(h, v, **settings, name="doctor/gemm_rs")),
     ]
-    if not TRAITS[method].few_rows:
+    if not Method(method).few_rows:
         all_w, all_v = gathered(w, here), gathered(v.t().contiguous(), here).t().contiguous()  # [N, K], [K, N]
         results += [
             ("GEMM + A2A", trial.to_heads(x, all_w, **settings, name="doctor/gemm_a2a")),
@@ -140,7 +140,7 @@ def _times(here: World, trial: Trial) -> dict[str, timing.Timing]:
         config = trial.config(method)
         return lambda index: trial.gather(x, w, group=here.group, config=config, name="doctor/ag_gemm")
 
-    calls = {method: call_of(method) for method in trial.methods if not TRAITS[method].few_rows}
+    calls = {method: call_of(method) for method in trial.methods if not Method(method).few_rows}
     calls["sequence"] = lambda index: gathered(x, here) @ w.t()
     pace = timing.pace(2 * trial.m * trial.k * trial.n / here.size)
     return timing.measure(calls, pace, here.group, here.device)
@@ -156,8 +156,8 @@ def judge_times(here: World, times: dict[str, timing.Timing]) -> list[Finding]:
     told = ", ".join(f"{name} {ms:.3f} ms" for name, ms in methods.items())
     measured = f"{told}; collective then GEMM {sequence:.3f} ms: {sequence / methods[best]:.2f} x by {best}"
     name, expected = "operator time", "faster than the sequence"
-    model = hardware_of(torch.cuda.get_device_name(here.device)) if here.device.type == "cuda" else None
-    if model is None or model.push_gbs is None:
+    model = system_of(torch.cuda.get_device_name(here.device)) if here.device.type == "cuda" else None
+    if model is None or not model.is_measured:
         return [ok(name, measured, "not judged: unknown hardware")]
     if pretends():
         return [ok(name, measured, "not judged: NCCL goes over sockets, as between nodes")]

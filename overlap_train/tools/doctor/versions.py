@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ...planning.table_key import installed
+from ...select.table import installed
 from .report import FAIL, Finding, fail, ok, warn
 
 US = "overlap-train"

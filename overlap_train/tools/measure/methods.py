@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ...group.registry import domain_of
-from ...methods import TRAITS
 from ...ops.launch import is_interpreted
+from ...select.method import NAMES, Method
 from .runs import Session
 
 
@@ -18,13 +18,13 @@ def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
         return
     for method in asked:
         if _has_kernels(method):
-            possible = ", ".join(name for name in TRAITS if not _has_kernels(name))
+            possible = ", ".join(name for name in NAMES if not _has_kernels(name))
             raise ValueError(f"--methods: {method!r} is not one of {possible}, which run on CPU tensors; leave it out")
 
 
 def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
     """Raise ValueError if the ranks are on several nodes and a method that was asked for stays inside one."""
-    inside = [method for method in asked if nodes > 1 and method in TRAITS and not TRAITS[method].crosses]
+    inside = [method for method in asked if nodes > 1 and method in NAMES and not Method(method).crosses]
     if inside:
         raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
 
@@ -39,4 +39,4 @@ def nodes_of(session: Session) -> int:
 
 def _has_kernels(method: str) -> bool:
     """Whether a method runs kernels of ours. auto takes what can run."""
-    return method in TRAITS and TRAITS[method].kernels
+    return method in NAMES and Method(method).kernels

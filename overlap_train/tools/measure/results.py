@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...planning.table_key import installed
+from ...select.table import installed
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], Any]]

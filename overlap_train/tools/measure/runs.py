@@ -16,8 +16,8 @@ from ...group.registry import domain_of
 from ...group.signals import Tag
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
-from ...planning.choice import Choice, alone
 from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
 from .cases import Case
 from .check import Reference, check, product_reference, scatter_reference
@@ -106,7 +106,7 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
 
 def tag_of(case: Case, choice: Choice) -> Tag:
     """What peers know the call by."""
-    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.variant.named(choice.method)}")
+    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.how}")
 
 
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...planning.hardware import GEMM_TFLOPS
+from ...select.system import H200
 
 Call = Callable[[int], object]  # takes the index of the run, which picks the input set
 
@@ -46,7 +46,7 @@ def pace(flops: float, quick: bool = False, rounds: int | None = None, burst_ms:
 
     rounds: how many; by default 5, with `quick` 3. burst_ms: how long a burst is, with as many runs as it takes.
     """
-    runs_per_ms = 1e9 * GEMM_TFLOPS / flops
+    runs_per_ms = 1e9 * H200.sustained_tflops / flops  # about
     burst = min(16, max(3, round(4 * runs_per_ms)))
     usual = Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
     return Pace(rounds or usual.rounds, max(3, round(burst_ms * runs_per_ms)) if burst_ms else usual.burst)

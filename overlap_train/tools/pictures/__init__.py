@@ -1,4 +1,4 @@
 """What all pictures share: colours and names of things, bars, lanes of time, and which machine they are of.
 
-Benchmark, planner and recipes draw with it.
+Benchmark and recipes draw with it.
 """

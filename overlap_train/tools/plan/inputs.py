@@ -1,27 +1,27 @@
-"""What a plan is made for: a system, a strategy and a model, each by name or from a JSON file."""
+"""What a plan is made for: a system, a strategy and a model, each by name, the latter two also from a JSON file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...planning.machines import SYSTEMS, System
-from ...ulysses.layout import AttentionHeads
+from ...select.system import SYSTEMS, System
+from ..measure.cases import check_divisible
 from ..measure.models import MODELS, TINY, Model
 
-Kind = TypeVar("Kind", System, "Strategy", Model)
+Kind = TypeVar("Kind", "Strategy", Model)
 OUTPUT = "output"
 EXCHANGED = ("qkv", "proj")  # the linears beside Ulysses' all-to-alls
-VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks
+_VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does.
-    nodes: that a group spans."""
+    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does. nodes: that
+    the ranks of one copy of the model are on, as many on each; tensor-parallel ranks follow each other."""
 
     tp: int = 4
     seq: int = 8192
@@ -40,38 +40,19 @@ class Strategy:
         return self.tp * self.cp
 
     @property
-    def is_grid(self) -> bool:
-        """Whether both divide it: an attention's projections communicate in two groups."""
-        return self.tp > 1 and self.cp > 1
-
-    @property
     def local(self) -> int:
         """Ranks of one node."""
         return self.ranks // self.nodes
 
     @property
     def tp_nodes(self) -> int:
-        """Nodes that a tensor-parallel group spans. Its ranks follow each other."""
+        """Nodes that a tensor-parallel group spans."""
         return max(1, self.tp // self.local)
 
     @property
     def cp_nodes(self) -> int:
         """Nodes that a group of Ulysses spans."""
         return self.nodes if self.tp_nodes == 1 else self.cp
-
-    @property
-    def overlap_nodes(self) -> int:
-        """Nodes that the group spans in which linears overlap."""
-        return self.tp_nodes if self.tp > 1 else self.cp_nodes
-
-    @property
-    def overlap_local(self) -> int:
-        """Ranks of that group in one node."""
-        return (self.tp if self.tp > 1 else self.cp) // self.overlap_nodes
-
-
-STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)} | {f"cp{cp}": Strategy(1, cp=cp) for cp in (2, 4, 8)}
-PLANNED_MODELS = {name: model for name, model in MODELS.items() if name != TINY}
 
 
 @dataclass(frozen=True)
@@ -84,8 +65,24 @@ class Linear:
     is_column: bool
 
 
+STRATEGIES = {f"tp{tp}": Strategy(tp) for tp in (1, 2, 4, 8)} | {f"cp{cp}": Strategy(1, cp=cp) for cp in (2, 4, 8)}
+PLANNED_MODELS = {name: model for name, model in MODELS.items() if name != TINY}
+
+
+def linears_of(model: Model, tp: int) -> list[Linear]:
+    """The linears of one layer, then the output layer if the vocabulary is known."""
+    found = [Linear(name, *model.linears[name], name in ("qkv", "fc1")) for name in ("qkv", "proj", "fc1", "fc2")]
+    if model.vocab_size:
+        step = _VOCAB_MULTIPLE * tp
+        found.append(Linear(OUTPUT, -(-model.vocab_size // step) * step, model.hidden_size, True))
+    return found
+
+
 def read_system(word: str) -> System:
-    return _read(word, "system", System, SYSTEMS)
+    """Raises ValueError for an unknown name."""
+    if word not in SYSTEMS:
+        raise ValueError(f"--system {word}: it must be one of {', '.join(SYSTEMS)}")
+    return SYSTEMS[word]
 
 
 def read_strategy(word: str) -> Strategy:
@@ -96,20 +93,6 @@ def read_model(word: str) -> Model:
     return _read(word, "model", Model, PLANNED_MODELS)
 
 
-def linears_of(model: Model, tp: int) -> list[Linear]:
-    """The linears of one layer, then the output layer if the vocabulary is known."""
-    found = [Linear(name, *model.linears[name], name in ("qkv", "fc1")) for name in ("qkv", "proj", "fc1", "fc2")]
-    if model.vocab_size:
-        step = VOCAB_MULTIPLE * tp
-        found.append(Linear(OUTPUT, -(-model.vocab_size // step) * step, model.hidden_size, True))
-    return found
-
-
-def heads_of(model: Model, tp: int) -> AttentionHeads:
-    """The heads of a tensor-parallel rank."""
-    return AttentionHeads(model.num_attention_heads // tp, model.num_query_groups // tp, model.head_width)
-
-
 def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> Kind:
     """What a flag's word stands for: a name, or a JSON file where "based_on" names what its keys change. Raises ValueError."""
     if word in named:
@@ -117,52 +100,29 @@ def _read(word: str, what: str, kind: type[Kind], named: Mapping[str, Kind]) -> 
     path = Path(word)
     if path.suffix != ".json":
         raise ValueError(f"--{what} {word}: it must be one of {', '.join(named)}, or a .json file")
-    document = _object(path)
-    base = document.pop("based_on", None)
-    if base is not None and base not in named:
-        raise ValueError(f"{path}: based_on is {base!r}; it must be one of {', '.join(named)}")
-    values = {} if base is None else asdict(named[base])
-    for name, value in document.items():
-        values[name] = _value(path, what, kind, name, value)
-    missing = [f.name for f in fields(kind) if f.default is MISSING and f.name not in values]
-    if missing:
-        raise ValueError(f"{path}: {', '.join(missing)} missing in the {what}; add them, or based_on with a name")
-    return kind(**values)
-
-
-def _object(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_text())
-    except (OSError, ValueError) as failure:
-        raise ValueError(f"{path} cannot be read ({failure}); it must be a JSON file that can be opened") from failure
-    if not isinstance(document, dict):
-        raise ValueError(f"{path} holds a {type(document).__name__}; it must hold one JSON object")
-    return document
+        document: dict[str, Any] = json.loads(path.read_text())
+        base = document.pop("based_on", None)
+        return kind(**({} if base is None else asdict(named[base])) | document)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as failure:
+        fields = ", ".join(kind.__dataclass_fields__)
+        raise ValueError(
+            f"--{what} {path}: {type(failure).__name__}: {failure}; it must be a JSON object with the keys {fields}, or based_on "
+            f"(one of {', '.join(named)}) and those that differ"
+        ) from failure
 
 
-def _value(path: Path, what: str, kind: type[Any], name: str, value: Any) -> Any:
-    """The value of a key as its field has it: text, true or false, numbers above 0 (0 where that is the default), lists."""
-    known = {f.name: f for f in fields(kind)}
-    if name not in known:
-        raise ValueError(f"{path}: unknown key {name!r} in the {what}; known are {', '.join(known)}, based_on")
-    wanted = str(known[name].type)
-    if wanted == "str":
-        right = isinstance(value, str)
-    elif wanted == "bool":
-        right = isinstance(value, bool)
-    elif wanted.startswith("tuple"):
-        right, value = isinstance(value, list | tuple), tuple(value) if isinstance(value, list | tuple) else value
-    else:
-        number = isinstance(value, int) or (wanted == "float" and isinstance(value, float))
-        least_is_0 = known[name].default == 0
-        right = number and not isinstance(value, bool) and (value > 0 or (least_is_0 and value == 0))
-    if not right:
-        rule = (
-            f"a {wanted}"
-            if wanted in ("str", "bool")
-            else "a list"
-            if wanted.startswith("tuple")
-            else f"{wanted} above 0"
+def check(system: System, strategy: Strategy, model: Model) -> None:
+    """Raises ValueError for what cannot be planned: ranks that do not fill the nodes, or sizes that so many cannot share."""
+    ranks, nodes = strategy.ranks, strategy.nodes
+    asked = f"{ranks} ranks on {nodes} nodes"
+    if ranks % nodes or strategy.local > system.gpus_per_node:
+        raise ValueError(
+            f"{asked}: each node must have as many, and at most {system.gpus_per_node}; set --nodes, or --tp and --cp"
         )
-        raise ValueError(f"{path}: {name} is {value!r}; it must be {rule}")
-    return value
+    if strategy.local % strategy.tp and strategy.tp % strategy.local:
+        raise ValueError(f"{asked}: --tp must be a divisor or a multiple of the {strategy.local} ranks of a node")
+    check_divisible("seq times micro_batch", strategy.rows, ranks)
+    for linear in linears_of(model, strategy.tp):
+        sharing = strategy.cp if linear.name in EXCHANGED and strategy.tp == 1 else strategy.tp
+        check_divisible(f"{linear.name}: features", linear.n if linear.is_column else linear.k, sharing)

@@ -7,27 +7,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...planning.machines import System
-from ...planning.table import SAME, UNTUNED
 from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...select.choose import may_choose, untuned, with_options
+from ...select.cost import Estimate, collective_us, estimate, library_us
+from ...select.method import NAMES, Method
 from ...select.passes import Pass
-from ...select.tiling import HOPPER_TILE
+from ...select.system import System
+from ...ulysses.parts import parts_that_hide
 from ..measure.models import Model
-from .estimates import COLLECTIVE, METHODS, Estimate, estimate, methods_of, work_of
-from .fits import check
-from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, linears_of
-from .simulation.backward import backward, communication_us, wgrad_us
-from .simulation.programs import program
-from .simulation.work import ANGLE_BYTES, AttentionSide
-from .two_groups import projection
+from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, check, linears_of
 
 FORWARD, BACKWARD = "forward", "backward"
+METHODS = tuple(name for name in NAMES if not Method(name).few_rows)  # plans are for long sequences
+COLLECTIVE = "collective"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One pass of one linear. m, n, k: of one rank's product. gemm_us, nccl_us: each half of the work alone. parts: of which the
-    product of one hides the exchange of another, under TP x Ulysses."""
+    """One pass of one linear. m, n, k: of one rank's GEMM. gemm_us, nccl_us: each half of the work alone. chosen: what `auto`
+    takes."""
 
     linear: str
     direction: str
@@ -37,118 +35,97 @@ class Prediction:
     gemm_us: float
     nccl_us: float
     by_method: Mapping[str, Estimate]
-    parts: int = 1
+    chosen: str
 
     @property
     def bound_us(self) -> float:
         """Perfect overlap of cuBLAS and NCCL, as the benchmarks define it."""
         return max(self.gemm_us, self.nccl_us)
 
-    @property
-    def chosen(self) -> Estimate:
-        """The fastest. What differs by no more than two measurements of one thing is a tie: NCCL's, else the first one's."""
-        without = self.by_method[COLLECTIVE]
-        fastest = min(e.us for e in self.by_method.values())
-        if fastest > (1 - SAME) * without.us:
-            return without
-        return next(e for e in self.by_method.values() if e.us <= (1 + SAME) * fastest)
-
-    @property
-    def exposed_us(self) -> float:
-        """What communication adds to the products."""
-        return max(0.0, self.chosen.us - self.gemm_us)
-
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of several passes, in microseconds. host_us counts only where it is longer than the GPU's work."""
+    """The sum of several passes, in microseconds: without overlap, and by what was chosen. The host counts where it takes
+    longer than the GPU in all of them together."""
 
     gemm_us: float
     nccl_us: float
     without_us: float
     ours_us: float
 
+    @property
+    def exposed_us(self) -> float:
+        """What communication adds to the GEMMs."""
+        return max(0.0, self.ours_us - self.gemm_us)
 
-def predict(
-    system: System, strategy: Strategy, model: Model, methods: tuple[str, ...] = METHODS
-) -> list[Prediction]:  # fmt: skip
-    """Forward and backward of all linears by those of `methods` that serve them. Raises ValueError for what cannot be planned."""
+    @property
+    def gain(self) -> float:
+        return self.without_us / self.ours_us if self.ours_us else 1.0
+
+
+def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction]:
+    """Forward and backward of all linears by all methods that serve them. Raises ValueError for what cannot be planned."""
     check(system, strategy, model)
-    linears, ways = linears_of(model, strategy.tp), (FORWARD, BACKWARD)
-    return [_predict(system, strategy, model, linear, direction, methods) for linear in linears for direction in ways]
+    linears = linears_of(model, strategy.tp)
+    return [_predict(system, strategy, linear, d == BACKWARD) for linear in linears for d in (FORWARD, BACKWARD)]
 
 
-def count_tiles(strategy: Strategy, model: Model) -> int:
-    """Tiles of one rank's products beside communication in a layer and the output layer, forward and for dx: about what `fused`,
-    and once more `direct`, have a simulation take one by one."""
-    forward = [passes_of(linear, strategy) for linear in linears_of(model, strategy.tp)]
-    passes = [p for first in forward if first.world > 1 for p in (first, first.dgrad)]
-    return sum(HOPPER_TILE.count(p.rows, p.n) for p in passes)
-
-
-def passes_of(linear: Linear, strategy: Strategy) -> Pass:
+def first_pass(linear: Linear, strategy: Strategy) -> Pass:
     """What one rank multiplies in the forward pass. With Ulysses all linears have a part of the rows; where weights are whole,
     its projections are operators of its group."""
-    if strategy.cp == 1 or strategy.tp > 1 or linear.name not in EXCHANGED:
-        return forward_pass(linear, strategy.rows // strategy.cp, strategy.tp)
-    kind = GEMM_A2A if linear.is_column else A2A_GEMM
-    return Pass(kind, strategy.rows, linear.n, linear.k, torch.bfloat16, strategy.cp)
-
-
-def forward_pass(linear: Linear, rows: int, world: int) -> Pass:
-    """What one rank multiplies in the forward pass of a linear under tensor parallelism."""
+    s, dtype = strategy, torch.bfloat16
+    if s.cp > 1 and s.tp == 1 and linear.name in EXCHANGED:
+        return Pass(GEMM_A2A if linear.is_column else A2A_GEMM, s.rows, linear.n, linear.k, dtype, s.cp)
     if linear.is_column:
-        return Pass(GATHER, rows, linear.n // world, linear.k, torch.bfloat16, world)
-    return Pass(SCATTER, rows, linear.n, linear.k // world, torch.bfloat16, world)
+        return Pass(GATHER, s.rows // s.cp, linear.n // s.tp, linear.k, dtype, s.tp)
+    return Pass(SCATTER, s.rows // s.cp, linear.n, linear.k // s.tp, dtype, s.tp)
 
 
-def _predict(
-    system: System, strategy: Strategy, model: Model, linear: Linear, direction: str, methods: tuple[str, ...]
-) -> Prediction:
-    if not strategy.is_grid or linear.name not in EXCHANGED:
-        return _in_one_group(system, strategy, model, linear, direction, methods)
-    over_tp = _in_one_group(system, strategy, model, linear, direction, (COLLECTIVE,))
-    both = projection(system, strategy, model, linear)
-    served = methods_of(strategy.tp_nodes, methods)
-    by_method = {method: both.estimate(method, direction == BACKWARD) for method in served}
-    return replace(over_tp, nccl_us=over_tp.nccl_us + both.exchange_us, by_method=by_method, parts=len(both.parts))
-
-
-def side_of(strategy: Strategy, model: Model, linear: Linear) -> AttentionSide:
-    """What the attention has of one of its projections. The sequences of a batch share their cos and sin."""
-    return AttentionSide(float(strategy.seq * model.head_width * ANGLE_BYTES) if linear.is_column else None)
-
-
-def _in_one_group(
-    system: System, strategy: Strategy, model: Model, linear: Linear, direction: str, methods: tuple[str, ...]
-) -> Prediction:
-    first = passes_of(linear, strategy)
-    is_backward = direction == BACKWARD
-    pass_ = first.dgrad if is_backward else first
-    nodes = strategy.cp_nodes if pass_.kind in EXCHANGES else strategy.tp_nodes
-    served = methods_of(nodes, methods)
-    side = side_of(strategy, model, linear) if pass_.kind in EXCHANGES else None
-    works = {method: work_of(system, pass_, method, UNTUNED, nodes=nodes, side=side) for method in served}
-    alone = works[COLLECTIVE]
-    gemm_us = alone.gemm_us + (wgrad_us(alone) if is_backward else 0.0)
-    nccl_us = communication_us(alone) if is_backward else alone.collective_us
-    estimates = {
-        method: estimate(work, backward(work) if is_backward else program(work), method)
-        for method, work in works.items()
+def _predict(system: System, strategy: Strategy, linear: Linear, is_backward: bool) -> Prediction:
+    first = first_pass(linear, strategy)
+    p = first.dgrad if is_backward else first
+    nodes = strategy.cp_nodes if p.kind in EXCHANGES else strategy.tp_nodes
+    chosen = untuned(p, system, nodes).method
+    names = dict.fromkeys([*(name for name in METHODS if may_choose(name, nodes)), chosen])
+    by_method = {
+        name: estimate(p, with_options(name, p, system, nodes=nodes), system, nodes, is_backward) for name in names
     }
-    return Prediction(linear.name, direction, pass_.rows, pass_.n, pass_.k, gemm_us, nccl_us, estimates)
+    gemm_us = library_us(system, p.rows, p.n, p.k) + (library_us(system, p.k, p.n, p.rows) if is_backward else 0.0)
+    nccl_us = collective_us(p, system, nodes) * (1 + (is_backward and first.kind == GATHER))
+    found = Prediction(
+        linear.name, BACKWARD if is_backward else FORWARD, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen
+    )
+    if strategy.tp > 1 and strategy.cp > 1 and linear.name in EXCHANGED:
+        return _beside_ulysses(system, strategy, linear, found)
+    return found
+
+
+def _beside_ulysses(system: System, strategy: Strategy, linear: Linear, over_tp: Prediction) -> Prediction:
+    """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart
+    across nodes."""
+    s, features = strategy, linear.n if linear.is_column else linear.k
+    exchange = Pass(A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
+    nccl_us = collective_us(exchange, system, s.cp_nodes)
+    parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if s.nodes == 1 else 1
+
+    def both(name: str, one: Estimate) -> Estimate:
+        apart = name == COLLECTIVE or parts == 1
+        return replace(
+            one, device_us=one.device_us + nccl_us if apart else max(one.device_us, nccl_us) + nccl_us / parts
+        )
+
+    by_method = {name: both(name, one) for name, one in over_tp.by_method.items()}
+    return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method)
 
 
 def total(predictions: Iterable[Prediction]) -> Sum:
     """The Sum of these passes: by NCCL everywhere, and by what was chosen."""
     rows = list(predictions)
-    without, ours = [p.by_method[COLLECTIVE] for p in rows], [p.chosen for p in rows]
-    return Sum(
-        sum(p.gemm_us for p in rows), sum(p.nccl_us for p in rows), _run_us(without), _run_us(ours)
-    )  # fmt: skip
+    without, ours = run_us(p.by_method[COLLECTIVE] for p in rows), run_us(p.by_method[p.chosen] for p in rows)
+    return Sum(sum(p.gemm_us for p in rows), sum(p.nccl_us for p in rows), without, ours)
 
 
-def _run_us(estimates: Iterable[Estimate]) -> float:
+def run_us(estimates: Iterable[Estimate]) -> float:
     """Microseconds of passes one after the other: the host may be ahead in one and late in another."""
     some = list(estimates)
     return max(sum(e.device_us for e in some), sum(e.host_us for e in some))

@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,20 +16,16 @@ import torch.distributed as dist
 from ... import OverlapConfig, shutdown
 from ...config import flag_name
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
-from ...methods import TRAITS
-from ...planning.table import Winner, save
-from ...planning.table_key import LEFT_OUT, Key, key_of
+from ...select.method import NAMES
+from ...select.table import LEFT_OUT, Key, Winner, key_of, save
 from ..measure import world
 from ..measure.cases import Case
 from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS
-from ..measure.results import Results, screen
+from ..measure.results import Columns, Results, Row, plain, screen
 from ..measure.runs import Session, Settings
-from .candidates import tune_case
-from .cases import Sizes, model_cases, one_a_bucket, ulysses_cases, weight_cases
-from .output import SHAPE_COLUMNS, columns_of, figures, shape_row
+from .candidates import Sizes, model_cases, one_a_bucket, tune_case, ulysses_cases, weight_cases
 
-CANDIDATES = tuple(TRAITS)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -72,9 +69,9 @@ class Tune:
     micro_batch: int = option(1, "sequences in one call", parse=positive_int, metavar="N")
     methods: tuple[str, ...] = option(
         (),
-        f"candidates (default: {','.join(CANDIDATES)}; on the CPU chunked,collective). The untuned default and "
+        f"candidates (default: {','.join(NAMES)}; on the CPU chunked,collective). The untuned default and "
         "collective are always among them",
-        choices=CANDIDATES,
+        choices=NAMES,
         metavar="METHOD,...",
     )
     node_ranks: int = option(
@@ -185,7 +182,7 @@ def measure(folder: str, key: Key, cases: list[Case], session: Session) -> None:
         if winner is not None:
             keep(folder, key, winner, here)
             session.results.rows.append(shape | figures(winner))
-        told = winner.method if winner else "no method works"
+        told = winner.how if winner else "no method works"
         here.say(f"[{number + 1}/{len(cases)}] {' '.join(shape.values())}: {told}")
 
 
@@ -194,7 +191,7 @@ def settings_of(asked: Tune, device: torch.device) -> Settings:
     on_gpu = device.type == "cuda"
     dtype = DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")]
     refuse_kernels_on_cpus(asked.methods, device)
-    methods = asked.methods or (CANDIDATES if on_gpu else ("chunked", "collective"))
+    methods = asked.methods or (NAMES if on_gpu else ("chunked", "collective"))
     limits = OverlapConfig(symmetric_mib=8192, timeout_s=30.0, main_grad="off")
     config = replace(
         limits, provider=asked.provider, tuning_dir=asked.tuning_dir, node_ranks=asked.node_ranks, network=asked.network
@@ -208,3 +205,26 @@ def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> Non
     problem = here.attempt(work)
     if problem is not None:
         raise ValueError(f"--tuning-dir {folder}: rank 0 cannot write there ({problem}); name another folder")
+
+
+def shape_row(case: Case, ranks: int) -> Row:
+    """One line of the printed table; sizes are those of one rank's product, M those of all ranks."""
+    planned = case.planned(ranks, torch.float32)
+    sizes = f"{planned.m}, {planned.n}, {planned.k}"
+    return {"linear": case.model, "pass": case.pass_, "kind": planned.kind, "sizes": sizes}
+
+
+def figures(winner: Winner) -> Row:
+    """A winner's figures for the printed table. gain: how many times as fast as collective."""
+    gains = [ms / winner.ms[winner.how] for how, ms in winner.ms.items() if how.name == "collective"]
+    return {"ms": winner.ms, "winner": str(winner.how), "gain": f"{gains[0]:.2f} x" if gains else None}
+
+
+SHAPE_COLUMNS = plain({"linear": "linear", "pass": "pass", "kind": "kind", "M, N, K": "sizes"})
+
+
+def columns_of(rows: list[Row]) -> Columns:
+    """The shape, the milliseconds of each method that ran anywhere, the winner and its gain."""
+    ran = dict.fromkeys(how for row in rows for how in row["ms"])
+    times: list[Any] = [(f"{how} ms", lambda row, how=how: row["ms"].get(how)) for how in sorted(ran, key=str)]
+    return (*SHAPE_COLUMNS, *times, *plain({"winner": "winner", "over collective": "gain"}))

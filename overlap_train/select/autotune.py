@@ -1,0 +1,181 @@
+"""What one autotune run measures: methods in turn in the first calls of a linear, in training itself, where it counts.
+
+    call of a linear   1         2        3       4           5       6         ...   tune_steps + 1
+    method             untuned   direct   fused   chunked     fused   chunked   ...   the fastest, for all linears of these sizes
+
+The first call runs by the untuned plan, whose backward may have another method than its forward. It is not timed. A CUDA graph
+that is captured meanwhile gets that plan: it has run by then, and is what the graph would have without a run.
+
+The backward of a call runs by the method of its forward; the two are timed apart. All ranks make the same calls, so all try the
+same method at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from statistics import median
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .choose import Took, fastest, may_choose, untuned, winner_of
+from .low_latency import serving
+from .method import NAMES, Method
+from .passes import Bucket, Pass
+from .table import SAME, Table, Winner
+from .tiles import on_hopper
+
+# Of a pass by a method, the last ones. The first turns of a job meet a cold allocator and a cold GPU.
+_MOST_SAMPLES = 64
+# Each method, in both directions. Where pipelines have micro-batches in flight, backward comes later than the calls that are
+# counted; where it never comes, after this many times tune_steps the forward alone is decided on.
+_LEAST_SAMPLES, _PATIENCE = 2, 4
+Mark: TypeAlias = float | torch.cuda.Event
+Times = Mapping[tuple[str, str], float]  # (kind of a pass, name of a method) -> milliseconds
+RunKey = tuple[Bucket, bool]
+
+
+class Timed(NamedTuple):
+    """Which pass a sample is of. work: multiplications of the pass, by which samples of different sizes are compared."""
+
+    name: str
+    kind: str
+    method: str
+    work: int
+
+
+class Autotune:
+    """What was measured so far of linears of about the same sizes.
+
+    fprop: the forward pass of the linear that began. methods: those that take turns. steps: calls of one linear until it ends.
+    """
+
+    def __init__(self, fprop: Pass, methods: tuple[str, ...], steps: int, device: torch.device) -> None:
+        self.fprop, self.methods, self.steps, self.device = fprop, methods, steps, device
+        self.captured: set[str] = set()  # linears that a CUDA graph has captured meanwhile
+        self._calls, self._counted = Counter[str](), Counter[tuple[str, str]]()
+        self._seen: set[tuple[str, str, str]] = set()
+        self._samples: dict[tuple[str, str], deque[tuple[Mark, Mark, int]]] = defaultdict(
+            lambda: deque(maxlen=_MOST_SAMPLES)
+        )
+
+    def next_turn(self, name: str) -> int | None:
+        """Whose turn it is in this call of a linear, as an index of `methods`; None in its first call: the untuned plan's.
+
+        Each round begins with the next one. Where a forward runs twice, because it is recomputed, backward would otherwise miss
+        every second method.
+        """
+        turns, count = self._calls[name] - 1, len(self.methods)
+        self._calls[name] += 1
+        return None if turns < 0 else (turns + turns // count) % count
+
+    def calls(self, name: str) -> int:
+        """How many calls of a linear were counted."""
+        return self._calls[name]
+
+    def is_due(self, name: str) -> bool:
+        """Whether the run ends before the next call of this linear. The same on all ranks: it counts calls and samples."""
+        calls = self._calls[name]
+        return calls >= self.steps and (self._is_enough() or calls >= _PATIENCE * self.steps)
+
+    def _is_enough(self) -> bool:
+        kinds = (self.fprop.kind, self.fprop.dgrad.kind)
+        return all(self._counted[kind, method] >= _LEAST_SAMPLES for kind in kinds for method in self.methods)
+
+    def mark(self) -> Mark | None:
+        """The present time; on a GPU an event, recorded when the caller's stream comes to it. None in a CUDA graph, whose
+        events have no time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, timed: Timed, begin: Mark) -> None:
+        """Add the time of a pass that has just ended. That of a linear's first call by a method is left out: it may have
+        compiled."""
+        end, first = self.mark(), timed[:3]
+        if first not in self._seen:
+            self._seen.add(first)
+        elif end is not None:
+            self._counted[timed.kind, timed.method] += 1
+            self._samples[timed.kind, timed.method].append((begin, end, timed.work))
+
+    def times(self) -> Times:
+        """Median milliseconds of each pass by each method, for the sizes of `fprop`. Waits for the GPU."""
+        work = work_of(self.fprop)
+        return {
+            key: median(_ms(begin, end) / of for begin, end, of in samples) * work
+            for key, samples in self._samples.items()
+        }
+
+
+def work_of(pass_: Pass) -> int:
+    """Multiplications of one rank; the same of a forward and of its dgrad."""
+    return pass_.m * pass_.n * pass_.k
+
+
+def _ms(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return 1e3 * (end - begin)  # type: ignore[operator]
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+class TimedBracket:
+    """The bracket of a pass, timed. One that raises is not counted."""
+
+    def __init__(self, bracket: AbstractContextManager[None], run: Autotune, timed: Timed) -> None:
+        self._bracket, self._run, self._timed = bracket, run, timed
+
+    def __enter__(self) -> None:
+        self._begin = self._run.mark()
+        self._bracket.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self._bracket.__exit__(*raised)  # type: ignore[arg-type]
+        if raised[0] is None and self._begin is not None:
+            self._run.add(self._timed, self._begin)
+
+
+def key_of(fprop: Pass, device: torch.device) -> RunKey:
+    """What linears of one run have in common: the bucket of their forward pass, and whether the Hopper kernels serve it."""
+    return fprop.bucket, on_hopper(fprop, device)
+
+
+def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, ...]:
+    """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
+    first."""
+    fits = [name for name in serving(serving(NAMES, fprop), fprop.dgrad) if may_choose(name, nodes)]
+    return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
+
+
+def is_known(fprop: Pass, table: Table, device: torch.device, nodes: int) -> bool:
+    """Whether `auto` goes by measurements in both passes of a linear."""
+    return all(winner_of(pass_, device, table, nodes) is not None for pass_ in (fprop, fprop.dgrad))
+
+
+def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: torch.device, nodes: int) -> list[Winner]:
+    """The winner of each pass that has none yet, by choose.fastest. The slowest rank counts. A method that some rank has not
+    timed is left out. Without the default, or with nothing else, none is found."""
+    found = []
+    for pass_ in (fprop, fprop.dgrad):
+        ms, default = _slowest(pass_.kind, of_all_ranks), untuned(pass_, device, nodes).method
+        if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table, nodes) is not None:
+            continue
+        # Training itself was measured: what a layer does to a method is in its time.
+        how = fastest({how: Took(1e3 * time) for how, time in ms.items()}, default, SAME)
+        found.append(Winner(pass_, how, ms))
+    return found
+
+
+def _slowest(kind: str, of_all_ranks: Sequence[Times]) -> dict[Method, float]:
+    """Milliseconds of the slowest rank, of the methods that all have timed."""
+    timed = [method for of, method in of_all_ranks[0] if of == kind]
+    everywhere = [method for method in timed if all((kind, method) in times for times in of_all_ranks)]
+    return {Method(method): max(times[kind, method] for times in of_all_ranks) for method in everywhere}

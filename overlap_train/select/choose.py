@@ -1,0 +1,224 @@
+"""Which method runs, and why. The reason is part of the answer: what ran is never silent (docs/design.md, rule 8).
+
+What was measured decides (table.py), else an estimate for this GPU (cost.py); one rule says who wins (`fastest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..schedule.order import GATHER, SCATTER
+from .cost import estimate
+from .low_latency import serving
+from .method import NAMES, Method
+from .passes import SCATTER_AND_WGRAD, Pass
+from .system import System
+from .table import Table, Winner, quickest_way
+from .tiles import copy_us, gemm_us, on_hopper, saves_a_wave
+
+# What two measurements differ by in a burst (SAME), and more, since in a layer the order may change: NCCL won one backward by
+# 2.1 % alone, but in training that backward took 0.61 instead of 0.51 ms.
+NOISE = 0.05
+# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host; then methods within
+# twice the noise count as equal, and the one with the least host time wins.
+_LAUNCHES_THAT_SHOW = 0.5
+# Hosts differ: estimates are for a fast one, and the slowest that was measured needs 1.8 times as long.
+_SLOWER_HOST = 1.5
+# (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
+# layers, the library is faster in training, which bursts do not show: a step of Llama-3 8B is 1.050 times as fast as
+# Megatron-Core's with `chunked` there, 1.040 with `fused`.
+_LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
+# With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product.
+_FEW_ROWS = 1024
+# Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
+_COPIES_THAT_SHOW = 0.75
+# A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
+# the own tiles: at 1.58 it gained 7 %, at 1.41 it cost 2 %.
+_LATE = 1.5
+# Skewed ranks hit the same destination, and stay skewed. Where a column linear's backward gathers and scatters for longer than it
+# multiplies, and longer than this, a barrier first gained 20 %; of shorter copies it gained nothing.
+_LONG_COPY_US = 150.0
+
+
+@dataclass(frozen=True)
+class Took:
+    """What one method took, or is estimated to take: microseconds of a call, and of its host."""
+
+    us: float
+    host_us: float = 0.0
+
+    @property
+    def launches_show(self) -> bool:
+        """Whether the host may be what a layer of such operators waits for."""
+        return self.host_us > _LAUNCHES_THAT_SHOW * self.us
+
+
+def fastest(took: Mapping[Method, Took], default: str, noise: float = NOISE) -> Method:
+    """The winner. default: the name of the method that wins against those that are as fast.
+
+    Times that differ by no more than `noise` are equal. If launches show in the time of the fastest, methods within twice the
+    noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default. Of one
+    method the plain way stays unless options make it faster by more than table.SAME. A method must have run plainly.
+    """
+    best = {how.name: _best_way(took, how.name) for how in took if how.is_plain}
+    of = {name: took[how] for name, how in best.items()}
+    equal = _equal(of, noise)
+    if default in equal and (default == "collective" or not of[default].launches_show):
+        return best[default]
+    if not any(of[name].launches_show for name in equal):
+        return best[min(_overlapping(equal), key=lambda name: of[name].us)]
+    near = _equal(of, 2 * noise)
+    if "collective" in of:
+        near = [name for name in near if of["collective"].us >= (1 - noise) * of[name].us]
+    return best[min(_overlapping(near), key=lambda name: of[name].host_us)]
+
+
+def _best_way(took: Mapping[Method, Took], name: str) -> Method:
+    """The fastest way in which a method ran, which the plain one is but for more than SAME."""
+    return quickest_way({how: one.us for how, one in took.items()}, name) or Method(name)
+
+
+def _equal(of: Mapping[str, Took], share: float) -> list[str]:
+    """The methods that are slower than the fastest by no more than this share of their time."""
+    least = min(took.us for took in of.values())
+    return [name for name, took in of.items() if least >= (1 - share) * took.us]
+
+
+def _overlapping(names: list[str]) -> list[str]:
+    """The methods without `collective`, unless there is nothing else: a burst flatters it."""
+    return [name for name in names if name != "collective"] or ["collective"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one operator pass runs, and why."""
+
+    how: Method
+    why: str
+
+    @property
+    def method(self) -> str:
+        return self.how.name
+
+    @property
+    def reason(self) -> str:
+        """Why, and with which options."""
+        return self.why + self.how.options
+
+    def by(self, **options: bool | int) -> Choice:
+        """The same method with other options."""
+        return replace(self, how=replace(self.how, **options))  # type: ignore[arg-type]
+
+
+def choose(
+    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1
+) -> Choice:  # fmt: skip
+    """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
+
+    nodes: that the group spans. What a group of another number has measured says nothing about it.
+    """
+    system = System.of(device)
+    winner = winner_of(pass_, system, table, nodes)
+    if requested != "auto":
+        choice = Choice(Method(requested), "asked for")
+    elif winner is not None:
+        choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
+    else:
+        choice = untuned(pass_, system, nodes)
+    return replace(choice, how=with_options(choice.method, pass_, system, winner, nodes))
+
+
+def winner_of(pass_: Pass, device: torch.device | System, table: Table, nodes: int) -> Winner | None:
+    """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
+    kind says nothing about the other."""
+    winner = table.find(pass_) if table.nodes == nodes else None
+    fits = winner is not None and on_hopper(winner.measured, device) == on_hopper(pass_, device)
+    return winner if fits else None
+
+
+def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choice:
+    """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
+    estimated to be faster."""
+    system = System.of(device)
+    if system.type != "cuda":
+        return Choice(Method("chunked"), f"auto: not tuned: CPU tensors{' on several nodes' * (nodes > 1)}")
+    served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only
+    names = [name for name in NAMES if served or not Method(name).multiplies]
+    fits = [name for name in serving(names, pass_) if may_choose(name, nodes)]
+    took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
+    few = pass_.m <= _FEW_ROWS and nodes == 1
+    how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
+    why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
+    return Choice(how, f"auto: not tuned: {why}")
+
+
+def _estimated(pass_: Pass, name: str, system: System, nodes: int) -> Took:
+    how = with_options(name, pass_, system, nodes=nodes)
+    found = estimate(pass_, how, system, nodes, backward=pass_.kind == SCATTER_AND_WGRAD)
+    host_us = _SLOWER_HOST * found.host_us
+    return Took(max(found.device_us, host_us), host_us)
+
+
+def _is_narrow(pass_: Pass, system: System) -> bool:
+    """Whether a GEMM is long and its weight narrow, as that of an output layer is."""
+    short, long = sorted((pass_.n, pass_.k))
+    return any(gemm_us(pass_, system) >= us and long >= times * short for us, times in _LONG_AND_NARROW)
+
+
+def may_choose(name: str, nodes: int) -> bool:
+    """Whether `auto` and the tuner may choose a method in a group that spans so many nodes."""
+    return nodes == 1 or Method(name).crosses
+
+
+def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
+    """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
+    return choice.by(split_reduction=choice.how.split_reduction and saves_a_wave(pass_, System.of(device)))
+
+
+def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:
+    """How a method runs a pass: as measured, else as the rules say."""
+    measured = None if winner is None else winner.options_of(name)
+    if nodes > 1:  # on CPUs, too: into how many chunks blocks are cut depends on the network
+        return measured or Method(name)
+    if system.type != "cuda":
+        return Method(name)
+    if winner is None or measured is None:  # an autotune run times one way, which is the rules'
+        return by_rules(pass_, name, system)
+    # Rows that share a measurement may have other waves.
+    saves = winner.measured != pass_ and measured.splits and saves_a_wave(pass_, system)
+    measured = replace(measured, split_reduction=saves or measured.split_reduction)
+    # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
+    # gains.
+    by_rule = pass_.kind == SCATTER_AND_WGRAD
+    return replace(measured, barrier_first=_collides(pass_, measured, system)) if by_rule else measured
+
+
+def by_rules(pass_: Pass, name: str, system: System) -> Method:
+    """The options of a method inside one node of GPUs where nobody has measured them."""
+    plain = Method(name)
+    splits = plain.splits and (saves_a_wave(pass_, system) or _is_late(pass_, system))
+    return Method(name, _outweighs(pass_, plain, system), splits, _collides(pass_, plain, system))
+
+
+def _outweighs(pass_: Pass, how: Method, system: System) -> bool:
+    """Whether copies take so long beside the GEMM that each push costs more than chunks shorten the tail."""
+    return how.cuts and pass_.kind != SCATTER and copy_us(pass_, system) > _COPIES_THAT_SHOW * gemm_us(pass_, system)
+
+
+def _is_late(pass_: Pass, system: System) -> bool:
+    """Whether the peers' partials arrive when a fused scatter's last tiles already wait for them: they follow the blocks of x."""
+    until_own = (pass_.world - 1) / pass_.world * gemm_us(pass_, system)
+    return pass_.kind == SCATTER_AND_WGRAD and 2 * copy_us(pass_, system) > _LATE * until_own
+
+
+def _collides(pass_: Pass, how: Method, system: System) -> bool:
+    """Whether skewed ranks' pushes to several peers would cost time: two rounds of them, longer than the GEMMs, or a gather's
+    whole blocks, which outweigh it."""
+    if pass_.world <= 2 or not how.pushes:
+        return False
+    if pass_.kind == GATHER:
+        return _outweighs(pass_, how, system)
+    return pass_.kind == SCATTER_AND_WGRAD and copy_us(pass_, system) > max(_LONG_COPY_US, gemm_us(pass_, system))

@@ -1,0 +1,251 @@
+"""The tuning table: measured winners, in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its
+ranks.
+
+A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`, but for those of LEFT_OUT that have the value
+there. Each winner has the pass that was measured (kind, dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by
+field, with its `ms`.
+
+A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the same
+file at once both leave a whole file; the later one may leave out what the earlier one has just added.
+
+In the key is what changes the answer, and is known before anything is sent. Not in it: the provider of symmetric memory
+(engines send by the same copies and stores); the number of hardware queues inside one node; what the network carries, which is
+measured only where nodes are connected, after the table is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import flag_name
+from ..warn import warn_user
+from .method import NAMES, Method
+from .passes import KINDS, Bucket, Pass, dtype_name
+
+SAME = 0.02  # by so much two measurements of one thing differ
+# Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
+KERNELS = 6
+# The same of what runs in groups that span nodes alone: their schedule. Tables of one node stay.
+CROSSINGS = 1
+_NONE = "not installed"  # of overlap-train: a checkout on the path
+_DRIVER = Path("/proc/driver/nvidia/version")
+# Fields that older files lack, and what such a file means. Files leave them out where they have this value: names stay the same.
+LEFT_OUT: Mapping[str, Any] = {"nodes": 1, "crossings": 0, "network": "nccl", "queues": "one"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What measurements depend on besides the shape.
+
+    nodes: that the ranks are on, as many on each. crossings: CROSSINGS where there are several. network, queues: between nodes of
+    GPUs, else as in LEFT_OUT. network: what carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose
+    product takes twice as long as the network takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many
+    (h200x2/hierarchical).
+    """
+
+    gpu: str  # "cpu" without one
+    torch: str
+    triton: str
+    driver: str
+    overlap_train: str
+    world: int
+    kernels: int = KERNELS
+    nodes: int = 1
+    crossings: int = 0
+    network: str = "nccl"
+    queues: str = "one"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The key as a file has it."""
+        return {name: value for name, value in asdict(self).items() if name not in LEFT_OUT or value != LEFT_OUT[name]}
+
+    @property
+    def file_name(self) -> str:
+        """The name of the key's file. It tells people the GPU and the numbers of ranks and nodes; the digest tells versions
+        apart."""
+        digest = hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        nodes = f"-{self.nodes}-nodes" if self.nodes > 1 else ""
+        return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks{nodes}-{digest}.json"
+
+
+def key_of(device: torch.device, world: int, nodes: int = 1, network: str = "auto") -> Key:
+    """The Key of this machine and installation, for `world` ranks on `nodes` nodes. network: of OverlapConfig."""
+    key = replace(_key_in_node(device, world), nodes=nodes, crossings=CROSSINGS if nodes > 1 else 0)
+    if nodes == 1 or device.type != "cuda":
+        return key
+    queues = "one" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else "many"
+    return replace(key, network="nvshmem" if network == "nvshmem" else "nccl", queues=queues)
+
+
+@functools.cache
+def _key_in_node(device: torch.device, world: int) -> Key:
+    on_gpu = device.type == "cuda"
+    gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
+    driver = _driver_version() if on_gpu else "none"
+    versions = str(torch.__version__), installed("triton") or _NONE, driver, installed("overlap-train") or _NONE
+    return Key(gpu, *versions, world)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver_version() -> str:
+    """ "570.86.15"; the kernel module's own word, which is there in containers too."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)*", _DRIVER.read_text().splitlines()[0])
+    except (OSError, IndexError):
+        found = None
+    return found[0] if found else "unknown"
+
+
+@dataclass(frozen=True)
+class Winner:
+    """How all passes of a bucket are to run.
+
+    how: the method that won, with its options. ms: of each Method that ran, for the pass that was measured. An autotune run has
+    one time of each method, in the options that the rules give it, under its plain Method.
+    """
+
+    measured: Pass
+    how: Method
+    ms: Mapping[Method, float]
+
+    def options_of(self, name: str) -> Method | None:
+        """The fastest way of a method; None where fewer than two were measured, plain and with options."""
+        return quickest_way(self.ms, name)
+
+
+def quickest_way(times: Mapping[Method, float], name: str) -> Method | None:
+    """The fastest way in which a method ran, which the plain one is unless another is faster by more than SAME; None where
+    fewer than two were measured, or the plain one was not."""
+    ways = {how: time for how, time in times.items() if how.name == name}
+    plain = Method(name)
+    if len(ways) < 2 or plain not in ways:
+        return None
+    quickest = min(ways, key=lambda how: ways[how])
+    return quickest if ways[quickest] < (1 - SAME) * ways[plain] else plain
+
+
+@dataclass(frozen=True)
+class Table:
+    """The winners of one key, by bucket."""
+
+    winners: Mapping[Bucket, Winner]
+    nodes: int = 1
+
+    def find(self, pass_: Pass) -> Winner | None:
+        """The winner for a pass, or None."""
+        return self.winners.get(pass_.bucket)
+
+
+UNTUNED = Table({})
+
+
+def path_of(folder: str, key: Key) -> Path:
+    """The file that holds the winners of a key. Raises FileNotFoundError for a user without a home folder."""
+    found = os.path.expanduser(folder)
+    if found.startswith("~"):
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", folder)
+    return Path(found, key.file_name)
+
+
+def read(folder: str, key: Key) -> Table:
+    """The table in a folder; without winners where there is no file, or none that can be used, which is a warning."""
+    try:
+        return _read(path_of(folder, key), key)
+    except FileNotFoundError:
+        return Table({}, key.nodes)
+    except OSError as error:
+        _warn(path_of(folder, key), error)
+        return Table({}, key.nodes)
+
+
+def _read(path: Path, key: Key) -> Table:
+    """The table in a file; without winners where it is damaged, which is a warning. Raises OSError."""
+    try:
+        return _from_document(json.loads(path.read_text()), key)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        _warn(path, error)
+        return Table({}, key.nodes)
+
+
+def _warn(path: Path, error: Exception) -> None:
+    why = f"{type(error).__name__}: {error}".splitlines()[0]
+    warn_user(
+        f"{path} cannot be used ({why}), so method=auto takes its defaults: delete the file and run overlap-train tune "
+        f"again, or name another folder ({flag_name('tuning_dir')})"
+    )
+
+
+def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
+    """Add winners to those in the folder, in place of older ones of the same bucket.
+
+    A damaged file is replaced. One that cannot be read is kept: what others have measured would be lost. Raises OSError.
+    """
+    path = path_of(folder, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        there = _read(path, key).winners
+    except FileNotFoundError:
+        there = {}
+    merged = {**there, **{winner.measured.bucket: winner for winner in winners}}
+    document = {"key": key.as_dict(), "winners": [_to_entry(winner) for winner in merged.values()]}
+    # On the same file system; unique over the hosts that share it; not of tempfile, whose files only their owner may read.
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        scratch.write_text(json.dumps(document, indent=1) + "\n")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return path
+
+
+def _to_entry(winner: Winner) -> dict[str, Any]:
+    p = winner.measured
+    shape = {"kind": p.kind, "dtype": dtype_name(p.dtype), "m": p.m, "n": p.n, "k": p.k}
+    timed = [{**_options(how), "ms": ms} for how, ms in winner.ms.items()]
+    return {**shape, "winner": _options(winner.how), "timed": timed}
+
+
+def _options(how: Method) -> dict[str, Any]:
+    """The fields of a Method that are not as usual."""
+    plain = asdict(Method(how.name))
+    return {name: value for name, value in asdict(how).items() if name == "name" or value != plain[name]}
+
+
+def _from_document(document: dict[str, Any], key: Key) -> Table:
+    """Raises ValueError, KeyError, TypeError or AttributeError for anything that `save` does not write."""
+    found = LEFT_OUT | document["key"]
+    if found != asdict(key):
+        raise ValueError(f"it was measured with {found}, this is {asdict(key)}")
+    winners = [_from_entry(entry, key.world) for entry in document["winners"]]
+    return Table({winner.measured.bucket: winner for winner in winners}, key.nodes)
+
+
+def _from_entry(entry: dict[str, Any], world: int) -> Winner:
+    kind, dtype, how = entry["kind"], getattr(torch, entry["dtype"]), Method(**entry["winner"])
+    m, n, k = (int(entry[name]) for name in ("m", "n", "k"))
+    timed = {Method(**{k: v for k, v in one.items() if k != "ms"}): float(one["ms"]) for one in entry["timed"]}
+    known = kind in KINDS and {how.name, *(one.name for one in timed)} <= set(NAMES) and isinstance(dtype, torch.dtype)
+    if not known or min(m, n, k) < 1:
+        raise ValueError(f"unknown entry {entry}")
+    return Winner(Pass(kind, m, n, k, dtype, world), how, timed)
