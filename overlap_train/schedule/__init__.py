@@ -15,8 +15,8 @@ Across nodes each byte crosses the network once, between ranks of equal local ra
 steps:
 
     gather                a shard goes to the rail peers first, then to the own node; what arrives from one is passed on inside
-                          the node. Tiles in order of arrival: own, own node, then far node by far node, of each the first chunk of
-                          all its ranks, then the second
+                          the node. Tiles in order of arrival: own, own node, then far node by far node, of each the first chunk
+                          of all its ranks, then the second
     scatter               for each node, far ones first and the own one last: the blocks of its ranks go to their rail peers
                           inside this node, which add them up; the sum goes to the far one
     a2a_gemm, gemm_a2a    blocks of far nodes go first, and of each node that of the rail peer last. It takes them from the
