@@ -87,7 +87,7 @@ def test_shallow_blocks_are_multiplied_together() -> None:
         return a2a_plan(8, k, nodes, device, kind).together
 
     assert [together(8 * depth) for depth in (1024, 1000, 512, 300, 8)] == [1, 2, 2, 4, 4]
-    assert together(4096, nodes=1) == together(4096, device=torch.device("cpu")) == together(4096, kind=GEMM_A2A) == 1
+    assert together(4096, device=torch.device("cpu")) == together(4096, kind=GEMM_A2A) == 1
 
 
 def a2a_plan(
@@ -103,7 +103,7 @@ def a2a_plan(
 def test_many_chunks_of_two_ranks_are_multiplied_by_rows() -> None:
     """A2A + GEMM of GPUs that are a node each, by the library."""
     assert a2a_plan(2, 4096, 2, chunks=8).by_rows and not a2a_plan(2, 4096, 2, chunks=4).by_rows
-    others = [(4, 4096, 2), (4, 4096, 4), (2, 4096, 1), (2, 4096, 2, torch.device("cpu")), (2, 4096, 2, GPU, GEMM_A2A)]
+    others = [(4, 4096, 2), (4, 4096, 4), (2, 4096, 2, torch.device("cpu")), (2, 4096, 2, GPU, GEMM_A2A)]
     assert not any(a2a_plan(*case, chunks=8).by_rows for case in others)
     assert not a2a_plan(2, 4096, 2, chunks=8, method="fused").by_rows
 
