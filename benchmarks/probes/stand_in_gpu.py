@@ -25,11 +25,11 @@ from overlap_train.group import domain
 from overlap_train.group.copy_engine import StreamCopyEngine
 from overlap_train.group.topology import Nodes
 from overlap_train.nodes.connect import AcrossNodes
-from overlap_train.nodes.streams import NodeExchangeEngine
-from overlap_train.nodes.transport import Piece
+from overlap_train.nodes.engines import Piece
+from overlap_train.nodes.nccl import NcclEngine
 from overlap_train.ops import plan_cache as settled
 from overlap_train.planning.table import UNTUNED
-from overlap_train.schedule.inter_node import Crossing
+from overlap_train.schedule.inter_node import SendRecv
 from overlap_train.schedule.order import Topology
 from overlap_train.select.tiling import Target
 
@@ -120,7 +120,7 @@ class IdleNetwork:
 
     sms = 2
 
-    def exchange(self, crossing: Crossing, sent: Piece, received: Piece) -> IdleExchange:
+    def exchange(self, crossing: SendRecv, sent: Piece, received: Piece) -> IdleExchange:
         return IdleExchange()
 
     def close(self, orderly: bool) -> None: ...
@@ -129,10 +129,10 @@ class IdleNetwork:
 class IdleAcrossNodes(AcrossNodes):
     """The real engine and memory, and nothing that was measured: of how many SMs there are, kernels are told nothing."""
 
-    def new_engine(self) -> NodeExchangeEngine:
+    def new_engine(self) -> NcclEngine:
         assert self.launcher is not None
         reduce_sms = int(self.topology.local > 1)
-        return NodeExchangeEngine(self.device, self.launcher.driver, IdleNetwork(), self.fault, reduce_sms=reduce_sms)
+        return NcclEngine(self.device, self.launcher.driver, IdleNetwork(), self.fault, reduce_sms=reduce_sms)
 
 
 # Modules of operators/ that launch kernels. They must tell kernels what they tell them on a GPU: told anything else, Triton

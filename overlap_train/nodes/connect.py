@@ -1,7 +1,4 @@
-"""The slots of a group that spans nodes, how its ranks wait, and how they meet.
-
-What a domain needs if its group spans nodes: an engine that carries data between them, and a heap with slots for it.
-"""
+"""How the ranks of a group that spans nodes reach each other: its engine, its heap, how they wait, and how they meet."""
 
 from __future__ import annotations
 
@@ -27,21 +24,19 @@ from ..select.sm_budget import SmBudget, in_words
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
 from ..symmetric.host import Offer, Place
-from .gloo import GlooTransport
-from .host_engine import NodeEngine
-from .nccl import NcclTransport
-from .puts import PUT_GBS, NvshmemPuts
+from .engines import InterNodeEngine
+from .gloo import GlooTransport, HostEngine
+from .measure import connect, settle
+from .nccl import NcclEngine, NcclTransport
+from .nvshmem import PUT_GBS, NvshmemEngine, NvshmemPuts
 from .slots import NodeCall, NodeSlot
-from .streams import NodeExchangeEngine, NodePutEngine, NodeStreamEngine
-from .sums import settle
-from .wire import connect
 
 
 class NodeWaits(BoundedWaits):
     """Waits on the host end, too, when one of another thread of this rank has failed."""
 
     def __init__(
-        self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: NodeEngine | NodeStreamEngine,
+        self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: InterNodeEngine,
         launcher: Launcher | None,
     ) -> None:  # fmt: skip
         super().__init__(topology.rank, topology.world, timeout_s, fault, launcher)
@@ -54,7 +49,8 @@ class NodeWaits(BoundedWaits):
         return arrived
 
     def barrier_in_two_steps(self, call: Call) -> None:
-        """The twins meet, then the ranks of each node: who hears from a rank of the own node knows that its twins are here."""
+        """The rail peers meet, then the ranks of each node: who hears from a rank of the own node knows that its rail peers are
+        here."""
         assert isinstance(call, NodeCall)
         topology = self.topology
         call.next_epoch()
@@ -97,17 +93,14 @@ def link_of(topology: Topology, block: int) -> str:
 class SeveralNodes(OneNode):
     """A group that spans nodes: an engine carries data between them, and ranks map the memory of their own node."""
 
+    reach = "nodes"  # of TABLE in ops/table.py
     graphs = False  # the host watches exchanges
 
-    @property
-    def reach(self) -> str:  # type: ignore[override]
-        return "nodes of GPUs" if isinstance(self.domain.engine, NodeStreamEngine) else "nodes of CPU processes"
-
     def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
+        engine = self.domain.engine
         if started is None or not started.slots or not started.spared_sms:
             return nullcontext()
-        engine = self.domain.engine
-        assert isinstance(engine, NodeStreamEngine)
+        assert isinstance(engine, InterNodeEngine)
         return engine.products(started.spared_sms)
 
     @property
@@ -139,13 +132,13 @@ class SeveralNodes(OneNode):
     @property
     def is_connected(self) -> bool:  # type: ignore[override]
         """Whether the nodes are connected."""
-        return isinstance(self.domain.engine, NodeEngine | NodeStreamEngine)
+        return isinstance(self.domain.engine, InterNodeEngine)
 
     @property
     def network_gbs(self) -> float:  # type: ignore[override]
         """GB/s that the network carries in each direction, the same on all ranks. Measured where NCCL connects the nodes."""
         engine = self.domain.engine
-        return engine.gbs if isinstance(engine, NodeStreamEngine) else 0.0
+        return engine.gbs if isinstance(engine, InterNodeEngine) else 0.0
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
         """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
@@ -156,34 +149,33 @@ class SeveralNodes(OneNode):
         if not self.domain.on_gpu or (self.domain.is_capturing() and not self.is_connected):
             return config
         engine = self.engine()
-        assert isinstance(engine, NodeStreamEngine)
         return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
 
-    def engine(self) -> NodeEngine | NodeStreamEngine:
+    def engine(self) -> InterNodeEngine:
         """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
         domain = self.domain
-        if isinstance(domain.engine, NodeEngine | NodeStreamEngine):
+        if isinstance(domain.engine, InterNodeEngine):
             return domain.engine
         engine = self._new_engine()
         domain.engine.close()
         domain.engine, domain.fault.link_of = engine, partial(link_of, domain.topology)
         return engine
 
-    def _new_engine(self) -> NodeEngine | NodeStreamEngine:
+    def _new_engine(self) -> InterNodeEngine:
         domain, topology = self.domain, self.domain.topology
         if domain.launcher is None:
             timeout_s = domain.config.timeout_s
-            return NodeEngine(timeout_s, GlooTransport(domain.agreement, topology, timeout_s), domain.fault)
+            return HostEngine(timeout_s, GlooTransport(domain.agreement, topology, timeout_s), domain.fault)
         device, driver, fault = domain.device, domain.launcher.driver, domain.fault
         if self.by_nvshmem:
             sms = self._sms_of_sums(PUT_GBS, 0)
-            return NodePutEngine(device, driver, NvshmemPuts(driver), fault, Blas(device), sms)
+            return NvshmemEngine(device, driver, NvshmemPuts(driver), fault, Blas(device), sms)
         by = partial(NcclTransport, domain.agreement, topology, device, domain.config.timeout_s, fault)
         nccl, gbs = connect(domain.agreement, topology, device, self._budget, by, fault)
         with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
             opened.callback(nccl.close, orderly=False)
             sms = self._sms_of_sums(gbs, nccl.sms)
-            engine = NodeExchangeEngine(device, driver, nccl, fault, Blas(device), sms, gbs)
+            engine = NcclEngine(device, driver, nccl, fault, Blas(device), sms, gbs)
             opened.pop_all()
         return engine
 
@@ -206,9 +198,9 @@ class SeveralNodes(OneNode):
         node = topology.ranks_of(topology.node)
         nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes
         heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem, offer, all_told)
-        if isinstance(engine, NodeEngine):
+        if isinstance(engine, HostEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})
-        elif isinstance(engine, NodePutEngine):
+        elif isinstance(engine, NvshmemEngine):
             engine.network.attach(heap.view(topology.rank), layout.nbytes)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
         waits = NodeWaits(topology, domain.config.timeout_s, domain.fault, engine, domain.launcher)

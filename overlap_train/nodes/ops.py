@@ -1,47 +1,43 @@
-"""`chunked` across nodes on GPUs: some chunks are multiplied while the next ones cross the network (protocol/node_streams.py).
+"""The operators of groups that span nodes: some chunks are multiplied while the next ones are on the network.
 
-    gather     exchange 1, own node's products, then for a few chunks at a time (schedule/order.py: chunks_after_own): let their
-               exchanges arrive, multiply them; further exchanges are enqueued in between
-    scatter    for each chunk of a far twin: multiply, add what the node's ranks have for it, start its exchange; the own node's
-               products in between. The sums of the other nodes arrive last. Some exchanges start after a weight gradient,
-               where there is one
+`chunked`, by the library:
 
-All ranks enqueue the same steps in the same order (planning/schedule/turns.py), so that twins start their exchanges alike and
-whatever a step waits for was enqueued, everywhere, in a step before it.
-
-`chunked` all-to-alls across nodes on GPUs: one block, or chunk, is multiplied while the next crosses the network.
-
+    AG + GEMM     exchange 1, own node's products, then for a few chunks at a time (schedule/order.py: chunks_after_own): let
+                  their exchanges arrive, multiply them; further exchanges are enqueued in between
     A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
                   before it where they are shallow. Further exchanges are enqueued in between. Between two ranks, in many chunks
-                  (EnginePlan.by_rows): exchange 1, the own terms of the first chunk and of the last two, exchanges 2 and 3;
+                  (InterNodePlan.by_rows): exchange 1, the own terms of the first chunk and of the last two, exchanges 2 and 3;
                   then for one or two chunks at a time: let their exchanges arrive, multiply both blocks side by side, or of the
                   first and the last ones the peer's terms alone, which are added in fp32
+    GEMM + RS     for each chunk of a far rail peer: multiply, add what the node's ranks have for it, start its exchange; the own
+                  node's products in between. The sums of the other nodes arrive last
     GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; the own node's
-                  products in between. Some exchanges start after a weight gradient, where there is one
+                  products in between
 
-A rank exchanges with its twins. What it receives for another rank of its node it passes on (protocol/node_streams.py), so each
-block waits for the steps of two ranks. All ranks enqueue the same steps in the same order (planning/schedule/turns.py): whatever
-a step waits for was enqueued, everywhere, in it or before.
-
-`fused` across nodes on GPUs: one persistent kernel multiplies, while exchanges cross the network (protocol/node_streams.py).
+`fused`, by one persistent kernel:
 
     AG + GEMM     exchange 1; the kernel, for the own node's rows; then for each chunk of a far node: let its exchange arrive,
                   count what is here; the kernel again, which goes on that far. Further exchanges are enqueued in between
-                  (planning/schedule/turns.py)
     A2A + GEMM    exchange 1; then for each chunk: start and let arrive its exchanges, count what is here; the kernel, which goes
                   on that far
     GEMM + RS, GEMM + A2A
                   the kernel; then, in the order of its tiles, what leaves: each chunk after its tiles are counted. A chunk for a
-                  far node is added up first (GEMM + RS). Some exchanges leave after a weight gradient, where there is one
+                  far node is added up first (GEMM + RS)
 
-No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs beside the kernel finds room on
-the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a hardware queue.
+A rank exchanges with its rail peers. What it receives for another rank of its node it passes on (engines.py). All ranks enqueue
+the same steps in the same order (schedule/inter_node.py), so that rail peers start their exchanges alike, and whatever a step
+waits for was enqueued, everywhere, in it or before. Some exchanges of a result start after a weight gradient, where there is one.
+
+No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs concurrently with the kernel
+finds room on the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a
+hardware queue.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -49,183 +45,131 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..ops import launch
 from ..ops.a2a_gemm import ChunkedAllToAllGemm, FusedAllToAllGemm, add_product_in_fp32, product_in_fp32
-from ..ops.ag_gemm import FusedGather
+from ..ops.ag_gemm import ChunkedGather, FusedGather
 from ..ops.gemm_a2a import ChunkedGemmAllToAll, FusedGemmAllToAll, new_blocks
 from ..ops.gemm_rs import ChunkedScatter
-from ..ops.launch import GatherOperands, ScatterOperands, aligned
-from ..schedule.inter_node import Crossing
-from ..schedule.order import A2A_GEMM, chunks_by_rows, multiplied_together
-from ..schedule.transfers import Leg
-from .crossings import OperandCrossings, ResultCrossings, Sent
-from .process_ops import NodeGather
+from ..ops.launch import GatherOperands, ScatterOperands
+from ..schedule.inter_node import SendRecv
+from ..schedule.order import A2A_GEMM, chunks_after_own, chunks_by_rows, multiplied_together
+from ..schedule.transfers import Leg, Legs
+from .engines import InterNodeEngine
+from .exchanges import OperandExchanges, ResultExchanges, Sent
+from .plan import InterNodePlan
 from .slots import NodeCall
-from .streams import NodeStreamEngine
-from .sums import grid_of
 
 
-class NodeStreamGather(NodeGather):
-    """AG + GEMM across nodes of GPUs (a Gather). Some chunks are multiplied while the next ones cross the network."""
+def engine_of(domain: OverlapDomain) -> InterNodeEngine:
+    """The engine of a domain whose nodes are connected."""
+    assert isinstance(domain.engine, InterNodeEngine)
+    return domain.engine
+
+
+class _SendsOperand:
+    """What AG + GEMM and A2A + GEMM have in common: the first exchange starts, then what stays in the node."""
+
+    _domain: OverlapDomain
+    _plan: InterNodePlan
+    _call: NodeCall
 
     def _push(self) -> None:
-        call, engine = self._call, self._domain.engine
-        assert isinstance(engine, NodeStreamEngine)
-        self._engine = engine
-        call.next_epoch()
-        self._crossings = OperandCrossings(engine, call, self._plan, self._part)
-        self._crossings.start()
-        engine.push(self._own, call.routes(self._plan.legs.inside))
+        self._engine = engine_of(self._domain)
+        self._call.next_epoch()
+        self._exchanges = OperandExchanges(self._engine, self._call, self._plan, self._part)
+        self._exchanges.start()
+        self._send(self._plan.legs.inside)
 
-    def _part(self, crossing: Crossing) -> torch.Tensor:
-        return self._own.chunk(self._call.chunks)[crossing.sent.chunk]
+    def _send(self, legs: Legs) -> None:
+        """Push what other ranks of this node get."""
+        raise NotImplementedError
 
-    def _go_ahead(self, done: int, parts: int) -> None:
-        self._crossings.go_ahead(done, parts)
+    def _part(self, exchanged: SendRecv) -> torch.Tensor:
+        """The chunk that an exchange sends."""
+        raise NotImplementedError
 
-    def _bring(self, count: int) -> None:
-        self._crossings.bring(count)
+    def _count_and_leave(self, operands: GatherOperands) -> GatherOperands:
+        """Count what is here; the operands of a launch that takes this and leaves."""
+        call, kind = self._call, self._plan.kind
+        call.launches.run(("count", kind), (), partial(_count_launch, self._domain, call, kind))
+        return replace(operands, leaves=True)
+
+
+def _count_launch(domain: OverlapDomain, call: NodeCall, kind: str) -> Launch:
+    from ..kernels.arrivals import count_arrivals_kernel
+
+    slot, constants = call.slot, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks)
+    arguments = dict(here_ptr=slot.counters.here, signals_ptr=slot.signals, epoch_ptr=slot.epoch, rank=domain.rank)
+    return Launch(count_arrivals_kernel, (1,), arguments, constants | dict(EXCHANGE=kind == A2A_GEMM, num_warps=1))
+
+
+class InterNodeAllGatherGemm(_SendsOperand, ChunkedGather):
+    """AG + GEMM by the library. Each chunk that arrives from a far node is passed on inside this one."""
+
+    _plan: InterNodePlan
+    _call: NodeCall
+
+    def _send(self, legs: Legs) -> None:
+        self._engine.push(self._own, self._call.routes(legs))
+
+    def _part(self, exchanged: SendRecv) -> torch.Tensor:
+        return self._own.chunk(self._call.chunks)[exchanged.sent.chunk]
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+        """Multiply blocks of the own node whole, and those of each far node a few chunks at a time (order.py: chunks_after_own),
+        in the order in which they come."""
+        world = self._domain.world_size
+        y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
         with self._engine.products(self._plan.send_sms):
-            return super().matmul(b_kn)
+            self._multiply_blocks(b_kn, y.unflatten(0, (world, -1)))
+        self._arrived = True
+        return y
+
+    def _multiply_blocks(self, b_kn: torch.Tensor, blocks: torch.Tensor) -> None:
+        call, topology, world = self._call, self._domain.topology, self._domain.world_size
+        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+        for done, source in enumerate(self._plan.sources[: topology.local - 1], start=1):
+            self._exchanges.go_ahead(done, world)
+            call.wait(source)
+            torch.mm(call.blocks[source], b_kn, out=blocks[source])
+        for node, chunks in product(range(1, topology.nodes), chunks_after_own(topology, call.chunks)):
+            turn = (node - 1) * call.chunks
+            self._exchanges.go_ahead(call.chunks + turn + chunks[0], call.chunks * topology.nodes)
+            self._exchanges.bring(turn + chunks[-1] + 1)
+            first = node * topology.local - 1
+            for source in self._plan.sources[first : first + topology.local]:
+                rows = call.wait_chunks(source, chunks)
+                torch.mm(call.blocks[source][rows], b_kn, out=blocks[source][rows])
 
     def gathered_view(self) -> torch.Tensor:
-        self._crossings.finish()
+        self._exchanges.finish()
         return super().gathered_view()
 
 
-class NodeStreamScatter(ChunkedScatter):
-    """GEMM + RS across nodes of GPUs (a Scatter). The products for far nodes come first; this node's sums of them cross the
-    network while later products run."""
+class FusedInterNodeAllGatherGemm(FusedGather, InterNodeAllGatherGemm):
+    """AG + GEMM by FusedGather's kernel, launched again for each chunk of a far node."""
 
+    def _multiply(self, operands: GatherOperands) -> None:
+        operands = launch.readable(self._plan, operands)  # once for all launches
+        topology, turns, chunks = self._domain.topology, self._plan.send_recvs, self._call.chunks
+        super()._multiply(replace(operands, leaves=True))
+        for turn, exchanged in enumerate(turns):
+            self._exchanges.go_ahead(chunks + turn, chunks * topology.nodes)
+            self._exchanges.bring(turn + 1)
+            node = topology.ranks_of(exchanged.received.source // topology.local)
+            self._call.wait_chunk(node[0], exchanged.received.chunk, len(node))
+            super()._multiply(operands if exchanged is turns[-1] else self._count_and_leave(operands))
+
+
+class InterNodeAllToAllGemm(_SendsOperand, ChunkedAllToAllGemm):
+    """A2A + GEMM by the library. Far ranks' blocks cross the network while the own node's are multiplied."""
+
+    _plan: InterNodePlan
     _call: NodeCall
 
-    def _start(self) -> None:
-        engine, plan = self._open(), self._plan
-        with engine.products(plan.spared_sms):
-            self._crossings.enqueue(self._domain.topology, self._multiply_chunk, self._sum_for)
+    def _send(self, legs: Legs) -> None:
+        ChunkedAllToAllGemm._send(self, legs)
 
-    def _multiply_chunk(self, block: int, chunk: int) -> None:
-        """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
-        part = self._chunk(self._partials, block, chunk)
-        torch.mm(self._chunk(self._rows, block, chunk), self._b, out=part)
-        inside = self._plan.legs.inside
-        if (place := inside.places.get((block, chunk))) is not None:
-            self._domain.engine.push(self._partials, [self._call.routes(inside)[place]])
-
-    def _open(self) -> NodeStreamEngine:
-        """The call, memory for what is multiplied and added, and its exchanges, of which none has begun."""
-        domain, plan, world = self._domain, self._plan, self._domain.world_size
-        engine = domain.engine
-        assert isinstance(engine, NodeStreamEngine)
-        self._engine = engine
-        self._rows = self._a.unflatten(0, (world, -1))
-        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
-        far = domain.topology.nodes - 1 if domain.topology.local > 1 else 0  # a node of one rank sends its partials
-        self._sums = self._partials.new_empty(far, *self._partials.shape[1:])
-        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
-        assert isinstance(call, NodeCall)
-        self._call = call
-        call.next_epoch()
-        self._crossings = ResultCrossings(engine, call, plan)
-        return engine
-
-    def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
-        return blocks[block].chunk(self._call.chunks)[chunk]
-
-    def _sum_for(self, leg: Leg) -> Sent:
-        """Memory for what the ranks of this node have for the twin's chunk that leaves, and what adds it up there."""
-        topology = self._domain.topology
-        if topology.local == 1:
-            total = self._chunk(self._partials, leg.block, leg.chunk)
-        else:  # a block for each far node, the following one first
-            far = (leg.block // topology.local - topology.node) % topology.nodes - 1
-            total = self._chunk(self._sums, far, leg.chunk)
-        return total, partial(self._make_sum, leg.block, leg.chunk, total)
-
-    def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
-        """total = what the ranks of this node have for a chunk of `twin`: the own one, then the others in rank order."""
-        others = self._others(twin)
-        if not others:
-            return  # a node of one rank: `total` is the own one
-        self._wait_for_node(twin, chunk)
-        received = self._call.blocks[:, self._call.chunk_rows(chunk)]
-        own = self._chunk(self._partials, twin, chunk)
-        add_blocks(self._call, own, received, others, total, self._plan.reduce_sms)
-
-    def _wait_for_node(self, twin: int, chunk: int) -> None:
-        """Hold the stream until this node's other ranks have put here what they have for a chunk of `twin`.
-
-        They are the ranks before and after `twin` in its node: one wait each. Its own block is not theirs, and comes last of all:
-        who waited for it here would wait for a sum that needs this one.
-        """
-        node = self._domain.topology.ranks_of(twin // self._domain.topology.local)
-        for ranks in (range(node.start, twin), range(twin + 1, node.stop)):
-            if ranks:
-                self._call.wait_chunk(ranks.start, chunk, len(ranks))
-
-    def _others(self, twin: int) -> list[int]:
-        """The blocks in which this node's other ranks put what they have for `twin`."""
-        topology = self._domain.topology
-        return [block for block in topology.ranks_of(twin // topology.local) if block != twin]
-
-    def finish(self) -> torch.Tensor:
-        """The sum y [M/W, N]: the own node's partials first, then the sums of the other nodes, in order of nodes."""
-        topology, call = self._domain.topology, self._call
-        self._crossings.finish()
-        beside, node = self._others(topology.rank), topology.ranks_of(topology.node)
-        if beside:
-            call.wait(node.start, len(node))
-        twins = [topology.twin(far) for far in range(topology.nodes) if far != topology.node]
-        for block in twins:
-            call.wait(block)
-        own = self._partials[topology.rank]
-        y = torch.empty_like(own)
-        add_blocks(call, own, call.blocks, beside + twins, y)
-        return y
-
-
-def add_blocks(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-) -> None:  # fmt: skip
-    """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. They are here.
-
-    sms: that it may hold; 0: all, with the same bits.
-    """
-    values = (own.data_ptr(), y.data_ptr())
-    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
-    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
-
-
-def _add_launch(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
-) -> Launch:
-    from ..kernels.add_blocks import WARPS, add_blocks_kernel
-
-    programs, block = grid_of(own, len(order), sms)
-    arguments = dict(
-        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
-        pitch=received.stride(0), abort_ptr=call.abort,
-    )  # fmt: skip
-    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
-    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
-
-
-class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
-    """A2A + GEMM across nodes of GPUs (a Receiver). Far ranks' blocks cross the network while the own node's are multiplied."""
-
-    _call: NodeCall
-
-    def _push(self) -> None:
-        call, engine = self._call, self._domain.engine
-        assert isinstance(engine, NodeStreamEngine)
-        self._engine = engine
-        call.next_epoch()
-        self._crossings = OperandCrossings(engine, call, self._plan, self._part)
-        self._crossings.start()
-        self._send(self._plan.legs.inside)
-
-    def _part(self, crossing: Crossing) -> torch.Tensor:
-        return self._sent[crossing.sent.block].chunk(self._call.chunks)[crossing.sent.chunk]
+    def _part(self, exchanged: SendRecv) -> torch.Tensor:
+        return self._sent[exchanged.sent.block].chunk(self._call.chunks)[exchanged.sent.chunk]
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self._b_blocks = b_kn.chunk(self._domain.world_size, dim=0)
@@ -245,9 +189,9 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         sums = {chunks: self._own_terms(chunks) for chunks in dict.fromkeys((in_turn[0], in_turn[-1]))}
         # As if the peer's terms of the first chunk were enqueued, too: so the third exchange comes before them. Behind them it
         # would begin 0.7 ms late, with one hardware queue.
-        self._crossings.go_ahead(sum(map(len, sums)) + 1, 2 * call.chunks)
+        self._exchanges.go_ahead(sum(map(len, sums)) + 1, 2 * call.chunks)
         for chunks in in_turn:
-            self._crossings.bring(chunks[-1] + 1)
+            self._exchanges.bring(chunks[-1] + 1)
             rows = call.wait_chunks(peer, chunks)
             blocks = {own: self._sent[own][rows], peer: call.blocks[peer][rows]}
             if chunks in sums:
@@ -267,7 +211,7 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         total, done = product_in_fp32(*self._of_own_node(first)), len(first)
         for blocks in others:
             if done < topology.local:
-                self._crossings.go_ahead(done, topology.world)
+                self._exchanges.go_ahead(done, topology.world)
                 add_product_in_fp32(total, *self._of_own_node(blocks))
             else:
                 self._add_far(blocks, done, total)
@@ -288,14 +232,14 @@ class NodeStreamAllToAllGemm(ChunkedAllToAllGemm):
         call, b = self._call, _joined([self._b_blocks[block] for block in blocks], 0)
         brought = (done - self._domain.topology.local + len(blocks) - 1) * call.chunks
         for chunk, rows in enumerate(total.chunk(call.chunks)):
-            self._crossings.go_ahead(done * call.chunks + chunk * len(blocks), self._domain.world_size * call.chunks)
-            self._crossings.bring(brought + chunk + 1)
+            self._exchanges.go_ahead(done * call.chunks + chunk * len(blocks), self._domain.world_size * call.chunks)
+            self._exchanges.bring(brought + chunk + 1)
             for block in blocks:
                 call.wait_chunk(block, chunk)
             add_product_in_fp32(rows, _joined([call.chunk_of(block, chunk) for block in blocks], 1), b)
 
     def received_view(self) -> torch.Tensor:
-        self._crossings.finish()
+        self._exchanges.finish()
         return super().received_view()
 
 
@@ -303,91 +247,109 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class NodeStreamGemmAllToAll(ChunkedGemmAllToAll):
-    """GEMM + A2A across nodes of GPUs (an Exchange). The columns of far ranks are multiplied first, and cross the network while
-    the own node's are."""
-
-    _call: NodeCall
-
-    def _start(self) -> None:
-        engine, self._staging = self._begin()
-        self._columns = self._b.chunk(self._domain.world_size, dim=1)
-        with engine.products(self._plan.spared_sms):
-            self._crossings.enqueue(self._domain.topology, self._multiply_chunk, self._sent)
-
-    def _multiply_chunk(self, block: int, chunk: int) -> None:
-        """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
-        chunks, inside = self._call.chunks, self._plan.legs.inside
-        into = self._own_place() if block == self._domain.rank else self._staging[block]
-        torch.mm(self._a.chunk(chunks)[chunk], self._columns[block], out=into.chunk(chunks)[chunk])
-        if (place := inside.places.get((block, chunk))) is not None:
-            self._domain.engine.push(self._staging, [self._call.routes(inside)[place]])
-
-    def _sent(self, leg: Leg) -> Sent:
-        """A chunk of the columns for another node. Its product has filled it."""
-        return self._staging[leg.block].chunk(self._call.chunks)[leg.chunk], None
-
-    def _begin(self) -> tuple[NodeStreamEngine, torch.Tensor]:
-        """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""
-        domain, plan, engine = self._domain, self._plan, self._domain.engine
-        assert isinstance(engine, NodeStreamEngine)
-        staging = new_blocks(domain, self._a, self._b)
-        call = domain.workspace.open(staging.shape[1:], staging.dtype, self._tag, plan.chunks)
-        assert isinstance(call, NodeCall)
-        self._call = call
-        call.next_epoch()
-        self._crossings = ResultCrossings(engine, call, plan)
-        return engine, staging
-
-    def received(self) -> torch.Tensor:
-        self._crossings.finish()
-        return super().received()
-
-
-class FusedNodeStreamGather(FusedGather, NodeStreamGather):
-    """AG + GEMM (a Gather): NodeStreamGather's exchanges, FusedGather's kernel, launched again for each chunk of a far node."""
-
-    def _multiply(self, operands: GatherOperands) -> None:
-        operands = launch.readable(self._plan, operands)  # once for all launches
-        topology, crossings, chunks = self._domain.topology, self._plan.crossings, self._call.chunks
-        super()._multiply(replace(operands, leaves=True))
-        for turn, crossing in enumerate(crossings):
-            self._crossings.go_ahead(chunks + turn, chunks * topology.nodes)
-            self._crossings.bring(turn + 1)
-            node = topology.ranks_of(crossing.received.source // topology.local)
-            self._call.wait_chunk(node[0], crossing.received.chunk, len(node))
-            super()._multiply(operands if crossing is crossings[-1] else _counted(self, operands))
-
-
-class FusedNodeStreamAllToAllGemm(FusedAllToAllGemm, NodeStreamAllToAllGemm):
-    """A2A + GEMM (a Receiver): NodeStreamAllToAllGemm's exchanges, FusedAllToAllGemm's kernel, launched for each chunk, of which
-    every tile needs all ranks' blocks."""
+class FusedInterNodeAllToAllGemm(FusedAllToAllGemm, InterNodeAllToAllGemm):
+    """A2A + GEMM by FusedAllToAllGemm's kernel, launched for each chunk, of which every tile needs all ranks' blocks."""
 
     def _multiply(self, operands: GatherOperands) -> None:
         operands, chunks = launch.readable(self._plan, operands), self._call.chunks
         for chunk in range(chunks):
-            self._crossings.bring_chunk(chunk)
+            self._exchanges.bring_chunk(chunk)
             self._call.wait_chunk(0, chunk, self._domain.world_size)
-            super()._multiply(operands if chunk == chunks - 1 else _counted(self, operands))
+            super()._multiply(operands if chunk == chunks - 1 else self._count_and_leave(operands))
 
 
-def _counted(operator: FusedNodeStreamGather | FusedNodeStreamAllToAllGemm, operands: GatherOperands) -> GatherOperands:
-    """Count what is here; the operands of a launch that takes this and leaves."""
-    domain, call, kind = operator._domain, operator._call, operator._plan.kind
-    call.launches.run(("count", kind), (), partial(_count_launch, domain, call, kind))
-    return replace(operands, leaves=True)
+class InterNodeGemmReduceScatter(ChunkedScatter):
+    """GEMM + RS by the library. The blocks of a far node go to its ranks' rail peers in this node, each of which adds them up and
+    sends the sum, while later products run."""
+
+    _plan: InterNodePlan
+    _call: NodeCall
+
+    def _start(self) -> None:
+        engine, plan = self._open(), self._plan
+        with engine.products(plan.spared_sms):
+            self._exchanges.enqueue(self._domain.topology, self._multiply_chunk, self._sum_for)
+
+    def _multiply_chunk(self, block: int, chunk: int) -> None:
+        """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
+        part = self._chunk(self._partials, block, chunk)
+        torch.mm(self._chunk(self._rows, block, chunk), self._b, out=part)
+        inside = self._plan.legs.inside
+        if (place := inside.places.get((block, chunk))) is not None:
+            self._engine.push(self._partials, [self._call.routes(inside)[place]])
+
+    def _open(self) -> InterNodeEngine:
+        """The call, memory for what is multiplied and added, and its exchanges, of which none has begun."""
+        domain, plan, world = self._domain, self._plan, self._domain.world_size
+        self._engine = engine = engine_of(domain)
+        self._rows = self._a.unflatten(0, (world, -1))
+        self._partials = self._a.new_empty(world, self._a.shape[0] // world, self._b.shape[1])
+        far = domain.topology.nodes - 1 if domain.topology.local > 1 else 0  # a node of one rank sends its partials
+        self._sums = self._partials.new_empty(far, *self._partials.shape[1:])
+        call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag, plan.chunks)
+        assert isinstance(call, NodeCall)
+        self._call = call
+        call.next_epoch()
+        self._exchanges = ResultExchanges(engine, call, plan)
+        return engine
+
+    def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
+        return blocks[block].chunk(self._call.chunks)[chunk]
+
+    def _sum_for(self, leg: Leg) -> Sent:
+        """Memory for what the ranks of this node have for the rail peer's chunk that leaves, and what adds it up there."""
+        topology = self._domain.topology
+        if topology.local == 1:
+            total = self._chunk(self._partials, leg.block, leg.chunk)
+        else:  # a block for each far node, the following one first
+            far = (leg.block // topology.local - topology.node) % topology.nodes - 1
+            total = self._chunk(self._sums, far, leg.chunk)
+        return total, partial(self._make_sum, leg.block, leg.chunk, total)
+
+    def _make_sum(self, peer: int, chunk: int, total: torch.Tensor) -> None:
+        """total = what the ranks of this node have for a chunk of a rail peer: the own one, then the others in rank order."""
+        others = self._others(peer)
+        if not others:
+            return  # a node of one rank: `total` is the own one
+        self._wait_for_node(peer, chunk)
+        received = self._call.blocks[:, self._call.chunk_rows(chunk)]
+        own = self._chunk(self._partials, peer, chunk)
+        self._engine.add(self._call, own, received, others, total, self._plan.reduce_sms)
+
+    def _wait_for_node(self, peer: int, chunk: int) -> None:
+        """Wait until this node's other ranks have put here what they have for a chunk of a rail peer.
+
+        They are the ranks before and after `peer` in its node: one wait each. Its own block is not theirs, and comes last of all:
+        who waited for it here would wait for a sum that needs this one.
+        """
+        node = self._domain.topology.ranks_of(peer // self._domain.topology.local)
+        for ranks in (range(node.start, peer), range(peer + 1, node.stop)):
+            if ranks:
+                self._call.wait_chunk(ranks.start, chunk, len(ranks))
+
+    def _others(self, peer: int) -> list[int]:
+        """The blocks in which this node's other ranks put what they have for a rail peer."""
+        topology = self._domain.topology
+        return [block for block in topology.ranks_of(peer // topology.local) if block != peer]
+
+    def finish(self) -> torch.Tensor:
+        """The sum y [M/W, N]: the own node's partials first, then the sums of the other nodes, in order of nodes."""
+        topology, call = self._domain.topology, self._call
+        self._exchanges.finish()
+        near, node = self._others(topology.rank), topology.ranks_of(topology.node)
+        if near:
+            call.wait(node.start, len(node))
+        peers = [topology.twin(far) for far in range(topology.nodes) if far != topology.node]
+        for block in peers:
+            call.wait(block)
+        own = self._partials[topology.rank]
+        y = torch.empty_like(own)
+        self._engine.add(call, own, call.blocks, near + peers, y)
+        return y
 
 
-def _count_launch(domain: OverlapDomain, call: NodeCall, kind: str) -> Launch:
-    from ..kernels.arrivals import count_arrivals_kernel
-
-    slot, constants = call.slot, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks)
-    arguments = dict(here_ptr=slot.counters.here, signals_ptr=slot.signals, epoch_ptr=slot.epoch, rank=domain.rank)
-    return Launch(count_arrivals_kernel, (1,), arguments, constants | dict(EXCHANGE=kind == A2A_GEMM, num_warps=1))
-
-
-class FusedNodeStreamScatter(NodeStreamScatter):
-    """GEMM + RS (a Scatter). A sum of the node waits for its own tiles, in the sending stream; nobody waits in the kernel."""
+class FusedInterNodeGemmReduceScatter(InterNodeGemmReduceScatter):
+    """GEMM + RS by the kernel. A sum of the node waits for its own tiles, too; nobody waits in the kernel."""
 
     def _start(self) -> None:
         self._a = launch.operand(self._plan, self._a)
@@ -400,25 +362,66 @@ class FusedNodeStreamScatter(NodeStreamScatter):
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
         for _, legs in plan.legs.by_block:
             for leg in legs.network:
-                self._crossings.send(*self._sum_for(leg))
+                self._exchanges.send(*self._sum_for(leg))
             engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
 
-    def _make_sum(self, twin: int, chunk: int, total: torch.Tensor) -> None:
-        self._engine.wait_for_tiles(self._call.stored_tiles(twin, chunk), self._tiles)
-        super()._make_sum(twin, chunk, total)
+    def _make_sum(self, peer: int, chunk: int, total: torch.Tensor) -> None:
+        self._engine.wait_for_tiles(self._call.stored_tiles(peer, chunk), self._tiles)
+        super()._make_sum(peer, chunk, total)
 
 
-class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
-    """GEMM + A2A (an Exchange). Each chunk leaves when its tiles are counted."""
+class InterNodeGemmAllToAll(ChunkedGemmAllToAll):
+    """GEMM + A2A by the library. The columns of far ranks are multiplied first, and cross the network while the own node's
+    are."""
+
+    _plan: InterNodePlan
+    _call: NodeCall
+
+    def _start(self) -> None:
+        engine, self._staging = self._begin()
+        self._columns = self._b.chunk(self._domain.world_size, dim=1)
+        with engine.products(self._plan.spared_sms):
+            self._exchanges.enqueue(self._domain.topology, self._multiply_chunk, self._sent)
+
+    def _multiply_chunk(self, block: int, chunk: int) -> None:
+        """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
+        chunks, inside = self._call.chunks, self._plan.legs.inside
+        into = self._own_place() if block == self._domain.rank else self._staging[block]
+        torch.mm(self._a.chunk(chunks)[chunk], self._columns[block], out=into.chunk(chunks)[chunk])
+        if (place := inside.places.get((block, chunk))) is not None:
+            self._engine.push(self._staging, [self._call.routes(inside)[place]])
+
+    def _sent(self, leg: Leg) -> Sent:
+        """A chunk of the columns for another node. Its product has filled it."""
+        return self._staging[leg.block].chunk(self._call.chunks)[leg.chunk], None
+
+    def _begin(self) -> tuple[InterNodeEngine, torch.Tensor]:
+        """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""
+        domain, plan = self._domain, self._plan
+        self._engine = engine = engine_of(domain)
+        staging = new_blocks(domain, self._a, self._b)
+        call = domain.workspace.open(staging.shape[1:], staging.dtype, self._tag, plan.chunks)
+        assert isinstance(call, NodeCall)
+        self._call = call
+        call.next_epoch()
+        self._exchanges = ResultExchanges(engine, call, plan)
+        return engine, staging
+
+    def received(self) -> torch.Tensor:
+        self._exchanges.finish()
+        return super().received()
+
+
+class FusedInterNodeGemmAllToAll(FusedGemmAllToAll, InterNodeGemmAllToAll):
+    """GEMM + A2A by the kernel. Each chunk leaves when its tiles are counted."""
 
     def _start(self) -> None:
         self._a = launch.operand(self._plan, self._a)
         engine, self._staging = self._begin()
-        self._engine = engine
-        engine.send_after_this()  # as in FusedNodeStreamScatter
+        engine.send_after_this()  # as in FusedInterNodeGemmReduceScatter
         self._tiles = _launch(self, engine, self._operands(self._staging))
-        for crossing in self._plan.crossings:
-            self._crossings.send(*self._sent(crossing.sent))
+        for exchanged in self._plan.send_recvs:
+            self._exchanges.send(*self._sent(exchanged.sent))
         engine.push_counted(self._staging, self._call.routes(self._plan.legs.inside, self._tiles))
 
     def _sent(self, leg: Leg) -> Sent:
@@ -427,8 +430,9 @@ class FusedNodeStreamGemmAllToAll(FusedGemmAllToAll, NodeStreamGemmAllToAll):
 
 
 def _launch(
-    operator: FusedNodeStreamScatter | FusedNodeStreamGemmAllToAll, engine: NodeStreamEngine, operands: ScatterOperands
-) -> int:
+    operator: FusedInterNodeGemmReduceScatter | FusedInterNodeGemmAllToAll, engine: InterNodeEngine,
+    operands: ScatterOperands,
+) -> int:  # fmt: skip
     """Launch the kernel that writes `operands.staging`; the tiles that it counts of a chunk."""
     domain, call, plan = operator._domain, operator._call, operator._plan
     assert operands.staging is not None and isinstance(call, NodeCall)

@@ -1,10 +1,13 @@
 """Slots of a group that spans nodes.
 
-Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a twin of this one; else
-its twin in this node, which passes on what came over the network (gather) or adds its own part of the sum for it (scatter).
+Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a rail peer of this
+one; else its rail peer in this node, which passes on what came over the network (gather) or adds its own part of the sum for it
+(scatter).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +20,19 @@ from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.order import Topology
 from ..schedule.transfers import ARRIVED, LANDED, Leg
 from ..symmetric import SymmetricHeap
-from .transport import Place
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece goes: `receiver` writes it into the heap of `rank` at byte `data`, and then its signal at byte `signal`.
+
+    receiver: the sender's rail peer. rank: the receiver itself, or another rank of its node, whose memory it maps.
+    """
+
+    receiver: int
+    rank: int
+    data: int
+    signal: int
 
 
 class NodeSlot(Slot):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 
 import torch
 
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
-from ..schedule.inter_node import Crossing, crossings
 from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER, Topology, sources
 from ..schedule.transfers import Legs, legs
 from ..select.choose import Choice, alone, choose
 from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
-from ..select.method import CHUNK_COUNTS, Method
+from ..select.method import Method
 from ..select.passes import SCATTER_AND_WGRAD, Pass
 from ..select.table import Table
 from ..select.tiles import chunks_of
@@ -25,7 +25,6 @@ from ..select.tiling import (
     LIBRARY,
     PORTABLE,
     TileConfig,
-    blocks_together,
     portable_tile,
     tma_reads,
     tma_reads_weight,
@@ -36,29 +35,12 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 
 
 @dataclass(frozen=True)
-class NodeNetwork:
-    """What carries data between nodes of GPUs.
-
-    sms, reduce_sms: that NCCL holds, and the sum of a node's partials (network_sms, reduce_sms of OverlapConfig). gbs: GB/s in
-    each direction; 0: not measured.
-    """
-
-    sms: int = 0
-    reduce_sms: int = 0
-    gbs: float = 0.0
-
-
-@dataclass(frozen=True)
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of schedule/kinds.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
-    this rank sends. sources: the other ranks in the order in which their blocks arrive. slots: how many it takes of the
-    workspace. send_sms, reduce_sms, wait_sms: those that NCCL has between nodes, sums of this node's partials, and waits of
-    one CTA; other_sms: those of what another group sends beside it. Products leave all of these. nodes: that the group spans.
-    crossings: what goes over the network between them, each with what comes meanwhile. together: blocks that A2A + GEMM
-    multiplies at once across nodes of GPUs. by_rows: whether it multiplies some rows of two ranks' blocks at once, side by
-    side. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
+    kind: of schedule/order.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
+    this rank sends. sources: the other ranks in the order in which their blocks arrive. other_sms: the SMs that what another
+    group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
     """
 
     kind: str
@@ -70,15 +52,10 @@ class EnginePlan:
     chunks: int
     legs: Legs
     sources: tuple[int, ...]
-    send_sms: int = 0
-    reduce_sms: int = 0
-    wait_sms: int = 0
     other_sms: int = 0
-    nodes: int = 1
-    crossings: tuple[Crossing, ...] = ()
-    together: int = 1
-    by_rows: bool = False
     beside_wgrad: bool = False
+
+    inside_node = True  # whether all ranks of the group are in one
 
     @cached_property
     def receives(self) -> bool:
@@ -87,12 +64,13 @@ class EnginePlan:
 
     @cached_property
     def slots(self) -> int:
+        """How many it takes of the workspace."""
         return 0 if self.method == "collective" else 1
 
     @cached_property
     def spared_sms(self) -> int:
         """SMs that products leave alone, so that nothing starves another."""
-        return self.send_sms + self.reduce_sms + self.wait_sms + self.other_sms
+        return self.other_sms
 
     def beside(self, sms: int) -> EnginePlan:
         """The same, beside what another group sends, which holds so many SMs."""
@@ -100,15 +78,15 @@ class EnginePlan:
 
     @cached_property
     def reduces_later(self) -> bool:
-        """Whether a kernel of its own adds a scatter's partials. Across nodes they are sums of nodes, which come last."""
-        return self.variant.split_reduction or self.nodes > 1
+        """Whether a kernel of its own adds a scatter's partials."""
+        return self.variant.split_reduction
 
     @cached_property
     def hides_copies(self) -> bool:
         """Whether a copy within the GPU, enqueued behind what the plan pushes, is hidden by the plan's kernel. That outlasts its
         pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy unless it is full."""
         outlasts = self.kind == GATHER or (self.kind == SCATTER and not self.reduces_later)
-        return outlasts and self.method == "fused" and self.nodes == 1
+        return outlasts and self.method == "fused" and self.inside_node
 
     @property
     def sends_ahead(self) -> bool:
@@ -118,82 +96,61 @@ class EnginePlan:
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind == GEMM_A2A and Method(self.method).pushes and self.nodes == 1
+        return self.kind == GEMM_A2A and Method(self.method).pushes and self.inside_node
+
+    @property
+    def error(self) -> str | None:
+        """Why the engine cannot run between the ranks of the group, or None."""
+        return None
 
 
-def engine_plan(
-    choice: Choice, pass_: Pass, topology: Topology, device: torch.device, w: torch.Tensor, network: NodeNetwork
-) -> EnginePlan:
-    """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
-    kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
-    chunks = chunks_of(choice.how, pass_, device, topology.nodes, network.gbs)
-    if choice.how.chunks:  # these rows may not divide into as many as were measured
-        choice = choice.by(chunks=chunks)
-    kernels = _kernels(kind, choice, pass_, device, w)
-    tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
-    tiled = choice.method == "fused"
-    route = legs(kind, topology, chunks, tiled)
-    return EnginePlan(
-        kind, choice.method, choice.reason, choice.how, kernels, tile, chunks, route, sources(topology, kind),
-        send_sms=_send_sms(choice.method, device, topology.nodes, network.sms),
-        reduce_sms=_reduce_sms(choice.method, kind, topology, device, network.reduce_sms),
-        wait_sms=_wait_sms(choice.method, device, topology.nodes), nodes=topology.nodes,
-        crossings=_crossings(kind, topology, chunks, tiled), together=_together(pass_, topology, device),
-        by_rows=choice.method == "chunked" and _by_rows(kind, topology, device, chunks),
-    )  # fmt: skip
+class Planner:
+    """Plans passes of a group inside one node; `planner_of` finds that of any group.
 
-
-def sent_again(fprop: EnginePlan, topology: Topology) -> EnginePlan:
-    """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
-    beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
-    method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
-    route = legs(fprop.kind, topology, chunks=1)
-    return EnginePlan(
-        fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources,
-        send_sms=fprop.send_sms, nodes=topology.nodes, crossings=_crossings(fprop.kind, topology, chunks=1),
-    )  # fmt: skip
-
-
-def _crossings(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[Crossing, ...]:
-    return crossings(kind, topology, chunks, tiled) if topology.nodes > 1 else ()
-
-
-def _together(pass_: Pass, topology: Topology, device: torch.device) -> int:
-    """Blocks that are multiplied at once."""
-    if pass_.kind != A2A_GEMM or topology.nodes == 1 or device.type != "cuda":
-        return 1
-    return blocks_together(pass_.k // pass_.world, topology.local)
-
-
-def _by_rows(kind: str, topology: Topology, device: torch.device, chunks: int) -> bool:
-    """Whether A2A + GEMM by the library multiplies both ranks' terms of some rows at once, and not rank by rank with the sum in
-    fp32.
-
-    Between two H200 as two nodes that took 0.97 to 0.99 of the time of `fused`; rank by rank, on another day, 1.06. With four
-    chunks it takes as long, or longer: 3.83 ms instead of 3.82 over 50 GB/s, 6.48 instead of 6.12 over 25 (simulated, 32768 x
-    8192 x 8192). With more ranks a chunk waits for several exchanges: 7 and 15 % longer between 3 and 4 nodes of one (simulated,
-    one chunk a product).
+    config: with the SMs of the connected network (OneNode.settled). gbs: what the network between the nodes carries; 0: unknown.
     """
-    two_nodes_of_one = topology.nodes == topology.world == 2
-    return kind == A2A_GEMM and two_nodes_of_one and device.type == "cuda" and chunks == CHUNK_COUNTS[-1]
+
+    def __init__(self, topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> None:
+        self.topology, self.config, self.gbs = topology, config, gbs
+
+    def legs(self, kind: str, chunks: int, tiled: bool) -> Legs:
+        """What this rank sends."""
+        return legs(kind, self.topology, chunks, tiled)
+
+    def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> EnginePlan:
+        """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
+        kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
+        chunks = chunks_of(choice.how, pass_, device, self.topology.nodes, self.gbs)
+        if choice.how.chunks:  # these rows may not divide into as many as were measured
+            choice = choice.by(chunks=chunks)
+        kernels = _kernels(kind, choice, pass_, device, w)
+        tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
+        route, order = self.legs(kind, chunks, tiled=choice.method == "fused"), sources(self.topology, kind)
+        return EnginePlan(kind, choice.method, choice.reason, choice.how, kernels, tile, chunks, route, order)
+
+    def sent_again(self, fprop: EnginePlan) -> EnginePlan:
+        """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
+        beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
+        method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
+        route = self.legs(fprop.kind, chunks=1, tiled=False)
+        return EnginePlan(fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources)
+
+    def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
+        """An exchange alone, beside a product of another group."""
+        return self.plan(self.without_product(config), pass_, device, w)
+
+    def without_product(self, config: OverlapConfig) -> Choice:
+        """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
+        if config.method == "collective":
+            return Choice(Method("collective"), "asked for")
+        return Choice(Method("chunked"), "beside a product")
 
 
-def _send_sms(method: str, device: torch.device, nodes: int, network: int) -> int:
-    """NCCL's kernels between nodes wait on SMs for the network; a product that counts on those SMs would wait with them. The
-    products of `collective` run before or after its NCCL, or beside a communicator whose SMs are not known here."""
-    return network if nodes > 1 and device.type == "cuda" and method != "collective" else 0
-
-
-def _reduce_sms(method: str, kind: str, topology: Topology, device: torch.device, reduce: int) -> int:
-    """Only a scatter adds, and nothing where a node has one rank, or NCCL's own adds."""
-    adds = kind == SCATTER and topology.nodes > 1 and topology.local > 1
-    return reduce if adds and device.type == "cuda" and method != "collective" else 0
-
-
-def _wait_sms(method: str, device: torch.device, nodes: int) -> int:
-    """A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be added:
-    a few at once, which fit on one SM."""
-    return int(nodes > 1 and device.type == "cuda" and Method(method).multiplies)
+def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> Planner:
+    """The Planner of a group. See there."""
+    make = Planner if topology.nodes == 1 else import_module("...nodes.plan", __name__).InterNodePlanner
+    planner: Planner = make(topology, config, gbs)
+    return planner
 
 
 def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
@@ -228,7 +185,7 @@ class Plan:
     @property
     def crosses(self) -> bool:
         """Whether a pass sends between nodes."""
-        return any(engine.nodes > 1 and engine.slots for engine in (self.fprop, self.dgrad))
+        return any(engine.slots and not engine.inside_node for engine in (self.fprop, self.dgrad))
 
 
 def make_plan(
@@ -240,7 +197,7 @@ def make_plan(
     device = device or x.device
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
-    network = network_of(config, network_gbs)
+    planner = planner_of(topology, config, network_gbs)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
@@ -248,14 +205,14 @@ def make_plan(
         pushes_again = sends_again and forward.method != "collective"
         if spec.sends_input and not pushes_again:  # it would collide with nothing
             backward = backward.by(barrier_first=False)
-        fprop = engine_plan(forward, first, topology, device, w, network)
-        dgrad = dgrad_alone = engine_plan(backward, second, topology, device, w, network)
+        fprop = planner.plan(forward, first, device, w)
+        dgrad = dgrad_alone = planner.plan(backward, second, device, w)
         if (by_itself := alone(backward, second, device)) != backward:
-            dgrad_alone = engine_plan(by_itself, second, topology, device, w, network)
+            dgrad_alone = planner.plan(by_itself, second, device, w)
         dgrad = replace(dgrad, beside_wgrad=dgrad.kind not in INBOUND)
     else:
-        fprop = dgrad = dgrad_alone = _exchange(first, config, topology, device, w, network)
-    wgrad = sent_again(fprop, topology) if sends_again else None
+        fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
+    wgrad = planner.sent_again(fprop) if sends_again else None
     request = _request(spec, config, x, w, topology.world, (fprop, dgrad, wgrad))
     return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype)
 
@@ -276,29 +233,6 @@ def _request(
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
     )
-
-
-def _exchange(
-    pass_: Pass, config: OverlapConfig, topology: Topology, device: torch.device, w: torch.Tensor, network: NodeNetwork
-) -> EnginePlan:
-    """An exchange alone. Beside it runs a product of another group, whose kernel may hold its SMs to its end: waits
-    need one (engine_plan.py: _wait_sms)."""
-    engine = engine_plan(_without_product(config, topology), pass_, topology, device, w, network)
-    return replace(engine, wait_sms=int(topology.nodes > 1 and device.type == "cuda" and engine.slots > 0))
-
-
-def network_of(config: OverlapConfig, network_gbs: float) -> NodeNetwork:
-    return NodeNetwork(config.network_sms, config.reduce_sms, network_gbs)
-
-
-def _without_product(config: OverlapConfig, topology: Topology) -> Choice:
-    """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
-    across = topology.nodes > 1 and config.method == "auto"
-    if config.method == "collective" or across:
-        unmeasured = "auto: not tuned: all-to-alls beside a product across nodes are not measured"
-        return Choice(Method("collective"), unmeasured if across else "asked for")
-    # Across nodes in one chunk: nothing multiplies a chunk while the next one comes.
-    return Choice(Method("chunked", chunks=int(topology.nodes > 1)), "beside a product")
 
 
 def barrier_first(plan: Plan, gathers: bool) -> bool:
@@ -334,15 +268,8 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
     """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
     memory."""
     sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
-    for engine in sharing:
-        if topology_problem is not None:
-            return topology_problem
-        if engine.nodes > 1 and not Method(engine.method).crosses:
-            return (
-                f"method={engine.method!r} in a group of {engine.nodes} nodes: its kernels send inside one node only; use "
-                f"'auto', 'fused', 'chunked' or 'collective', or a group inside one node ({flag_name('method')})"
-            )
-    return None
+    errors = [topology_problem or engine.error for engine in sharing]
+    return next((error for error in errors if error is not None), None)
 
 
 def why_not_together(exchange: Plan, product: Plan, nodes: tuple[int, int]) -> str | None:

@@ -1,10 +1,6 @@
-"""What a rank sends over the network, and what comes from there in the same turn.
+"""What a rank sends to other nodes and what comes from there in the same turn, and in which order all of it is enqueued.
 
-When the exchanges of one call start, and when a rank lets them arrive: few are under way at once.
-
-Engines execute these steps (operators/crossings.py), and the planner simulates them (tools/plan/simulation/enqueued.py).
-
-In which order a rank enqueues its products, and its exchanges with other nodes.
+Each byte crosses the network once, between rail peers. Few exchanges of a call are under way at once (InFlight).
 
 Megatron-Core wants CUDA_DEVICE_MAX_CONNECTIONS=1 on most GPUs: one hardware queue for all streams, in which nothing starts
 before everything that was enqueued earlier has started. An exchange starts when the one before it has ended. A product that
@@ -22,13 +18,65 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
-from .order import GATHER, SCATTER, Topology, Unit, targets
-from .transfers import LANDED, NVLINK, Leg, Legs, legs
+from .order import A2A_GEMM, GATHER, INBOUND, SCATTER, Topology, Unit, targets
+from .transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Leg, Legs
+
+
+def legs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
+    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see transfers.legs."""
+    after_tiles = tiled and kind not in INBOUND
+    if kind == GATHER:
+        return Legs(tuple(_gathered(topology, chunks, after_tiles)))
+    if kind == SCATTER:
+        return Legs(tuple(_scattered(topology, chunks, after_tiles)))
+    pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
+    if kind == A2A_GEMM and tiled:  # a tile needs its chunk from every rank; the library multiplies whole blocks
+        pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
+    rank = topology.rank
+    return Legs(
+        tuple(
+            Leg(_link(topology, target), rank, target, target, chunk, after_tiles, fills=rank)
+            for target, chunk in pieces
+        )
+    )
+
+
+def _link(topology: Topology, target: int) -> str:
+    return NVLINK if target in topology.ranks_of(topology.node) else NETWORK
+
+
+def _gathered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
+    rank = topology.rank
+    own_node = [target for target in targets(topology) if _link(topology, target) == NVLINK]
+    for target in (*_rail_peers(topology, 1), *own_node):
+        for chunk in range(chunks):
+            yield Leg(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
+    for block in _rail_peers(topology, -1):
+        for target, chunk in product(own_node, range(chunks)):
+            yield Leg(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
+
+
+def _scattered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
+    rank = topology.rank
+    for block, chunk in product(targets(topology), range(chunks)):
+        node, place = divmod(block, topology.local)
+        if block == topology.twin(node):  # the last of its node
+            yield Leg(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
+        else:
+            near = topology.node * topology.local + place
+            yield Leg(NVLINK, rank, near, block, chunk, after_tiles, fills=topology.twin(node))
+
+
+def _rail_peers(topology: Topology, step: int) -> list[int]:
+    """The rail peers of this rank; those of following (step 1) or preceding (-1) nodes first."""
+    far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
+    return [topology.twin(node) for node in far]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class SendRecv:
     """What a rank sends over the network, what it receives meanwhile, and the legs that pass the latter on inside the node."""
 
     sent: Leg
@@ -36,24 +84,29 @@ class Crossing:
     passed_on: Legs
 
     @property
-    def lands(self) -> bool:
-        """Whether what is received is for another rank of this node, in whose memory the network does not write."""
+    def for_another(self) -> bool:
+        """Whether what is received is for another rank of this node."""
         return self.received.target != self.sent.source
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether this rank passes on what has come into its own slot."""
+        return not self.for_another and bool(self.passed_on.all)
 
-def crossings(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[Crossing, ...]:
-    """All of one pass, in order, for transports whose receiver must say what it expects: twins work out the same.
 
-    The legs of all ranks go equally far in each turn. So twins come to their parts of a crossing in the same order, and what
-    comes is what the rank so many nodes before sends: this rank's leg, moved back. To ask every twin for its legs would take
-    minutes with 1,024 nodes.
+def send_recvs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[SendRecv, ...]:
+    """All of one pass, in order, for transports whose receiver must say what it expects: rail peers work out the same.
+
+    The legs of all ranks go equally far in each turn. So rail peers come to their parts of an exchange in the same order, and
+    what comes is what the rank so many nodes before sends: this rank's leg, moved back. To ask every rail peer for its legs would
+    take minutes with 1,024 nodes.
     """
     mine, found = legs(kind, topology, chunks, tiled), []
     onward = mine.passed_on.by_unit
     for sent in mine.network:
         distance = sent.target // topology.local - topology.node
         received = _moved(kind, topology, sent, -distance)
-        found.append(Crossing(sent, received, _passed_on(onward, topology.rank, received)))
+        found.append(SendRecv(sent, received, _passed_on(onward, topology.rank, received)))
     return tuple(found)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby
 
-from .order import A2A_GEMM, GATHER, INBOUND, SCATTER, Topology, Unit, targets
+from .order import A2A_GEMM, GATHER, INBOUND, Topology, Unit, targets
 
 NVLINK, NETWORK = "nvlink", "network"
 OPERAND, ARRIVED, NODE_SUM, LANDED = "operand", "arrived", "node sum", "landed"  # what a leg carries
@@ -19,10 +19,10 @@ class Leg:
 
     link: what carries it; from the network `Topology.receiver` takes it, for itself or for the target. block: 0 where the source
     is one shard for all, else whose rows or columns they are. after_tiles: the chunk's tiles must be stored first; else it may
-    leave at once. fills: the sender's block, except where it acts for a far twin. carries: OPERAND, from what the caller has or
+    leave at once. fills: the sender's block, except where it acts for a rail peer. carries: OPERAND, from what the caller has or
     its tiles; ARRIVED, passed on out of the own slot once it is there; NODE_SUM, once this node's partial sums of the block are
-    there and added; LANDED, passed on out of memory beside the slot, where the network has brought it for the target (crossings
-    alone have such legs). The signal is that of (fills, chunk) at the target.
+    there and added; LANDED, passed on out of a receive buffer, into which it came for the target (SendRecv alone has such legs).
+    The signal is that of (fills, chunk) at the target.
     """
 
     link: str
@@ -79,59 +79,22 @@ class Legs:
 
     @cached_property
     def passed_on(self) -> Legs:
-        """The legs that pass on what has arrived from a far twin."""
+        """The legs that pass on what has arrived from a rail peer."""
         return Legs(tuple(leg for leg in self.all if leg.carries == ARRIVED))
 
 
 def legs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
-    """What rank `topology.rank` sends. chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has
-    multiplied."""
-    after_tiles = tiled and kind not in INBOUND
-    if topology.nodes > 1 and kind in _ACROSS_NODES:
-        return Legs(tuple(_ACROSS_NODES[kind](topology, chunks, after_tiles)))
-    rank = topology.rank
+    """What rank `topology.rank` sends in a group inside one node; between nodes: inter_node.py.
+
+    chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has multiplied.
+    """
+    rank, after_tiles = topology.rank, tiled and kind not in INBOUND
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    # A tile needs its chunk from every rank. Across nodes the library multiplies whole blocks.
-    if kind == A2A_GEMM and (tiled or topology.nodes == 1):
-        pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
+    if kind == A2A_GEMM:  # a tile needs its chunk from every rank
+        pieces.sort(key=lambda piece: piece[1])
     return Legs(
         tuple(
-            Leg(_link(topology, target), rank, target, 0 if kind == GATHER else target, chunk, after_tiles, fills=rank)
+            Leg(NVLINK, rank, target, 0 if kind == GATHER else target, chunk, after_tiles, fills=rank)
             for target, chunk in pieces
         )
     )
-
-
-def _link(topology: Topology, target: int) -> str:
-    return NVLINK if target in topology.ranks_of(topology.node) else NETWORK
-
-
-def _gather_across_nodes(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
-    rank = topology.rank
-    own_node = [target for target in targets(topology) if _link(topology, target) == NVLINK]
-    for target in (*_twins(topology, 1), *own_node):
-        for chunk in range(chunks):
-            yield Leg(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
-    for block in _twins(topology, -1):
-        for target, chunk in product(own_node, range(chunks)):
-            yield Leg(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
-
-
-def _scatter_across_nodes(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
-    rank = topology.rank
-    for block, chunk in product(targets(topology), range(chunks)):
-        node, place = divmod(block, topology.local)
-        if block == topology.twin(node):  # the last of its node
-            yield Leg(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
-        else:
-            beside = topology.node * topology.local + place
-            yield Leg(NVLINK, rank, beside, block, chunk, after_tiles, fills=topology.twin(node))
-
-
-_ACROSS_NODES = {GATHER: _gather_across_nodes, SCATTER: _scatter_across_nodes}
-
-
-def _twins(topology: Topology, step: int) -> list[int]:
-    """The twins of this rank in the far nodes; those of following (step 1) or preceding (-1) nodes first."""
-    far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
-    return [topology.twin(node) for node in far]

@@ -31,12 +31,12 @@ from overlap_train import (
 )
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
+from overlap_train.nodes.engines import Piece, StreamEngine
 from overlap_train.nodes.nccl import NcclExchange, NcclTransport
-from overlap_train.nodes.puts import NvshmemPuts
-from overlap_train.nodes.streams import NodeStreamEngine
-from overlap_train.nodes.transport import Piece, Place
+from overlap_train.nodes.nvshmem import NvshmemPuts
+from overlap_train.nodes.slots import Place
 from overlap_train.ops import plan as engine_plan
-from overlap_train.schedule.inter_node import Crossing
+from overlap_train.schedule.inter_node import SendRecv
 from overlap_train.select.tiling import equal_chunks
 from overlap_train.tools.doctor import network
 from overlap_train.tools.doctor.report import OK, Finding
@@ -75,12 +75,14 @@ def nodes(case: Case) -> Iterator[Case]:
 def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) -> None:
     for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
         OPERATORS[operator](replace(nodes, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
-    assert isinstance(domain_of(nodes.group, nodes.config, nodes.device).engine, NodeStreamEngine)
+    assert isinstance(domain_of(nodes.group, nodes.config, nodes.device).engine, StreamEngine)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_every_number_of_chunks_that_the_tuner_may_find_is_exact(nodes: Case, chunks: int) -> None:
-    with mock.patch.object(engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
+    with mock.patch.object(
+        engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)
+    ):  # as if it had been measured as the fastest
         for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
             for operator in ("column", "row", "to_heads", "to_rows"):
                 OPERATORS[operator](replace(nodes, dtype=torch.bfloat16), rows, k, n, seed=seed)
@@ -106,7 +108,7 @@ def test_the_doctor_finds_a_signal_that_overtakes_its_data(nodes: Case, monkeypa
     """The word crosses alone, then once more with the data, for which nobody waits."""
     exchange, put = NcclTransport.exchange, NvshmemPuts.put
 
-    def early_exchange(self: NcclTransport, crossing: Crossing, sent: Piece, received: Piece) -> NcclExchange:
+    def early_exchange(self: NcclTransport, crossing: SendRecv, sent: Piece, received: Piece) -> NcclExchange:
         word = exchange(self, crossing, Piece(sent.data[:0], sent.word), Piece(received.data[:0], received.word))
         exchange(self, crossing, sent, received)
         return word

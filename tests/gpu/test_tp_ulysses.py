@@ -16,7 +16,7 @@ from overlap_train import (
     shutdown,
 )
 from overlap_train.group.registry import domain_of
-from overlap_train.nodes.streams import NodeStreamEngine
+from overlap_train.nodes.engines import StreamEngine
 from overlap_train.symmetric.nvshmem import is_installed
 from overlap_train.ulysses import two_groups as two_group_calls
 from tests.tp_ulysses_cases import ulysses_across_nodes
@@ -72,7 +72,7 @@ def test_ulysses_across_nodes(
     ulysses_across_nodes(*groups, config, device, **between)
     try:
         _check_exact(groups, device, None)
-        assert method == "collective" or isinstance(domain_of(groups[1], None, device).engine, NodeStreamEngine)
+        assert method == "collective" or isinstance(domain_of(groups[1], None, device).engine, StreamEngine)
     finally:
         shutdown()
 

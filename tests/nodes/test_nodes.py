@@ -23,7 +23,7 @@ from overlap_train import (
     linear_reduce_scatter,
 )
 from overlap_train.group.registry import made_domain
-from overlap_train.nodes.host_engine import NodeEngine
+from overlap_train.nodes.gloo import HostEngine
 from overlap_train.tools.doctor.network import GLOO, Settings, check_network
 from overlap_train.tools.doctor.report import OK, Finding
 from overlap_train.tools.measure.world import World
@@ -55,7 +55,7 @@ def _found(rank: int, world: int) -> tuple[str, str, tuple[int, int, int]]:
         OPERATORS[one](case, (64, 8), 512, 64)  # takes a while on a slow wire
         OPERATORS[other](case, (64, 8), 64, 512)
     domain = made_domain(dist.group.WORLD)
-    assert domain is not None and isinstance(domain.engine, NodeEngine)
+    assert domain is not None and isinstance(domain.engine, HostEngine)
     found = domain.topology
     return socket.gethostname(), os.readlink("/proc/self/ns/pid"), (found.nodes, found.local, found.rank)
 

@@ -1,4 +1,4 @@
-"""Ranks with simulated GPUs on several nodes, and NCCL between twins: the real `NodeStreamEngine` under the scheduler.
+"""Ranks with simulated GPUs on several nodes, and NCCL between twins: the real `StreamEngine` under the scheduler.
 
 An exchange is a kernel in a stream of its own: it starts when what the sending stream was given before is done, and spins until
 the twins that it sends to and receives from have come to the exchange of the same number. What it brings comes in any order: here
@@ -67,11 +67,11 @@ class NodeSimulation(StreamSimulation):
         """The real engine on simulated side streams."""
         gpu = self.new_gpu(scheduler, rank)
         driver = SimulatedDriver(gpu)
-        networks, fault = core("nodes.streams"), SimpleNamespace(failed=False)
+        fault = SimpleNamespace(failed=False)
         network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted, self.blas)
         if self.puts:
-            network = core("nodes.puts").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
-        make = networks.NodePutEngine if self.puts else networks.NodeExchangeEngine
+            network = core("nodes.nvshmem").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
+        make = core("nodes.nvshmem").NvshmemEngine if self.puts else core("nodes.nccl").NcclEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
             return make(torch.device("cpu"), driver, network, fault, self.blas.of_a_rank())
 
@@ -117,8 +117,8 @@ class NodeDomain(SimulatedDomain):
         return replace(
             engine,
             chunks=chunks,
-            legs=core("schedule.transfers").legs(*of_kind),
-            crossings=core("schedule.inter_node").crossings(*of_kind),
+            legs=core("schedule.inter_node").legs(*of_kind),
+            send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
             together=together,
             by_rows=engine.kind == core("schedule.order").A2A_GEMM and self._simulation.by_rows,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from overlap_train import shutdown
 from overlap_train.nodes.gloo import GlooTransport
-from overlap_train.nodes.transport import Place
+from overlap_train.nodes.slots import Place
 from overlap_train.schedule.order import Topology
 from overlap_train.tools.doctor import gathers, network
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding

@@ -35,8 +35,8 @@ from overlap_train import (
 )
 from overlap_train.group.registry import made_domain
 from overlap_train.group.workspace import SlotUse
-from overlap_train.nodes.host_engine import NodeEngine
-from overlap_train.nodes.process_ops import NodeGemmAllToAll
+from overlap_train.nodes.gloo import HostEngine
+from overlap_train.nodes.ops import InterNodeGemmAllToAll
 from overlap_train.ulysses import parts
 from overlap_train.ulysses.layout import SequenceLayout
 from tests.linear_cases import to_heads, to_rows
@@ -54,7 +54,7 @@ def _in_parts(rank: int, world: int) -> None:
         to_heads(case, (6, 2), 16, 8)
         to_rows(case, (6, 2), 8, 16)
     domain = made_domain(dist.group.WORLD)
-    assert domain is not None and isinstance(domain.engine, NodeEngine)
+    assert domain is not None and isinstance(domain.engine, HostEngine)
 
 
 def test_long_sequences_pass_between_nodes_in_parts() -> None:
@@ -107,16 +107,16 @@ def test_operators_follow_each_other_in_any_order(seed: int) -> None:
 def _read_late(rank: int, world: int, fault: bool) -> str:
     """Exchanges one after the other. Rank 1 reads what it has received a while after it has come."""
     if fault:
-        SlotUse.free = lambda self: [0]  # type: ignore[method-assign] # of this process: the slot of the call before
+        SlotUse.take = lambda self: 0  # type: ignore[method-assign] # of this process: the slot of the call before
     if rank == 1:
-        received = NodeGemmAllToAll.received
+        received = InterNodeGemmAllToAll.received
 
-        def read_late(self: NodeGemmAllToAll) -> torch.Tensor:
+        def read_late(self: InterNodeGemmAllToAll) -> torch.Tensor:
             self._call.wait_for_all()
             time.sleep(0.05)
             return received(self)
 
-        NodeGemmAllToAll.received = read_late  # type: ignore[method-assign]
+        InterNodeGemmAllToAll.received = read_late  # type: ignore[method-assign]
     options = dict(group=dist.group.WORLD, config=case_of(2, timeout_s=5.0).config)
     try:
         for step in range(6):

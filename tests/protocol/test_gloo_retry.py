@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train.nodes.gloo import GlooTransport
-from overlap_train.nodes.transport import Place
+from overlap_train.nodes.slots import Place
 from overlap_train.schedule.order import Topology
 from overlap_train.symmetric.agreement import Agreement
 from tests.processes import run_ranks, values

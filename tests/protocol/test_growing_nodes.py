@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, linear_reduce_scatter
-from overlap_train.nodes.host_engine import NodeEngine
+from overlap_train.nodes.gloo import HostEngine
 from tests.processes import run_ranks, values
 
 
@@ -41,7 +41,7 @@ class SlowGroup:
 def _grow(rank: int, world: int) -> list[list[float]]:
     """All ranks raise when they have sent a partial sum, which comes when they meet next. Then rows are many more."""
     groups: list[SlowGroup] = []
-    connect, knock, product = dist.ProcessGroupGloo, NodeEngine.barrier, torch.mm
+    connect, knock, product = dist.ProcessGroupGloo, HostEngine.barrier, torch.mm
 
     def slowly(*arguments: Any) -> SlowGroup:
         groups.append(SlowGroup(connect(*arguments)))
@@ -58,7 +58,7 @@ def _grow(rank: int, world: int) -> list[list[float]]:
         return sorted(set(y.flatten().tolist()))
 
     config = OverlapConfig(method="chunked", node_ranks=1, timeout_s=10.0)
-    with mock.patch.object(dist, "ProcessGroupGloo", slowly), mock.patch.object(NodeEngine, "barrier", barrier):
+    with mock.patch.object(dist, "ProcessGroupGloo", slowly), mock.patch.object(HostEngine, "barrier", barrier):
         for step in range(6):
             scatter(4, float(step))
         groups[0].released.clear()

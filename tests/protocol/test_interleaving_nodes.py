@@ -234,7 +234,7 @@ def test_a_weight_gradient_stands_between_exchanges_of_dx(
 
     end: `finish` begins, before which the weight gradient comes.
     """
-    scatter = core("nodes.ops").NodeStreamScatter
+    scatter = core("nodes.ops").InterNodeGemmReduceScatter
     finish = scatter.finish
 
     def noted_finish(one: Any) -> Any:
@@ -300,17 +300,6 @@ def test_operators_of_all_kinds_follow_each_other(method: str, one_queue: bool) 
     machine = NodeSimulation(4, node_ranks=2, one_queue=one_queue, method=method)
     for order in ("rghrs", "hshrgr"):
         assert_passes(in_turns(machine, order), range(3))
-
-
-PROCESSES, STREAMS, EXCHANGES = (f"operators.node_{name}" for name in ("processes", "streams", "exchanges"))
-CROSSINGS = "nodes.crossings"
-OWN = "            if landing is None:\n"
-SIGNAL = f"{OWN}                self._tell(call, received)\n"
-WAITED = "self._call.wait_chunk(ranks.start, chunk, len(ranks))"
-
-
-_SEND = "self.network.exchange(crossing, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))\n"
-SENT = f"            if make is not None:\n                make()\n            return {_SEND}"
 
 
 def beside_a_long_product(machine: NodeSimulation, operator: str) -> Build:
@@ -392,7 +381,7 @@ def has_taken_a_tile(slots: Any) -> bool:
 def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products spare them, and those of NCCL. Sums of a node have 16 tiles here. The last one, beside which nothing runs, has a
     program for each of its tiles."""
-    kernel, streams = core("kernels.add_blocks"), core("nodes.ops")
+    kernel, streams = core("kernels.add_blocks"), core("nodes.engines")
     for bytes_of_a_tile in ("ON_FEW_SMS", "ON_ALL_SMS"):
         monkeypatch.setattr(kernel, bytes_of_a_tile, TILE * TILE * 4 // 2 // 16)
     grids, spared, launch = Counter[tuple[int, int]](), set[int](), streams.Launch
@@ -406,7 +395,7 @@ def test_a_sum_holds_as_many_sms_as_its_plan_says(monkeypatch: pytest.MonkeyPatc
         return nullcontext()
 
     monkeypatch.setattr(streams, "Launch", recorded)
-    monkeypatch.setattr(core("nodes.streams").NodeStreamEngine, "products", products)
+    monkeypatch.setattr(core("nodes.engines").StreamEngine, "products", products)
     machine = NodeSimulation(4, node_ranks=2, send_sms=2, reduce_sms=3)
     assert_passes(PROBLEMS["scatter"]("chunked", machine, 1), range(2))
     assert spared == {2 + 3} and set(grids) == {(1, 3), (2, 32)}

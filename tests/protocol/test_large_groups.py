@@ -16,7 +16,7 @@ pytest.importorskip("greenlet")
 
 from overlap_train.gpu.launch import Launch, LaunchCache
 from overlap_train.group.slots import Layout
-from overlap_train.nodes.ops import NodeStreamScatter
+from overlap_train.nodes.ops import InterNodeGemmReduceScatter
 from overlap_train.nodes.slots import NodeCall
 from overlap_train.ops import table as start
 from tests.protocol.interleaving import Scheduler
@@ -118,13 +118,13 @@ def test_sums_take_a_block_for_each_far_node(
     domain: SimulatedDomain, made: Counter[Hashable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no two sums lie in one place: all may be under way."""
-    found, make = set[tuple[int, int]](), NodeStreamScatter._make_sum
+    found, make = set[tuple[int, int]](), InterNodeGemmReduceScatter._make_sum
 
     def kept(scatter: Any, twin: int, chunk: int, total: torch.Tensor) -> None:
         found.add((total.data_ptr(), total.untyped_storage().nbytes()))
         make(scatter, twin, chunk, total)
 
-    monkeypatch.setattr(NodeStreamScatter, "_make_sum", kept)
+    monkeypatch.setattr(InterNodeGemmReduceScatter, "_make_sum", kept)
     a_call(domain, "scatter", "chunked")()
     assert len(found) == (NODES - 1) * CHUNKS
     assert {nbytes for _, nbytes in found} == {(NODES - 1) * ROWS * ROWS * 4}

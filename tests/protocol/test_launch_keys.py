@@ -21,7 +21,7 @@ pytest.importorskip("greenlet")
 from overlap_train.gpu.launch import Launch, LaunchCache
 from overlap_train.gpu.ptx_check import kinds
 from overlap_train.kernels.low_latency import UNALIGNED
-from overlap_train.nodes.ops import add_blocks
+from overlap_train.nodes.engines import add_blocks
 from overlap_train.ops import gemm_rs as gemm_reduce_scatter
 from overlap_train.ops import launch as persistent
 from overlap_train.ops import low_latency

@@ -34,10 +34,10 @@ from overlap_train.group.registry import domain_of, made_domain
 from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
 from overlap_train.nodes.connect import NodeWaits
-from overlap_train.nodes.gloo import GlooTransport
-from overlap_train.nodes.host_engine import Later, NodeEngine
-from overlap_train.nodes.process_ops import NodeAllToAllGemm, NodeGather, NodeGemmAllToAll, NodeScatter
+from overlap_train.nodes.gloo import GlooTransport, HostEngine, Worker
+from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
 from overlap_train.ops import plan as engine_plan
+from overlap_train.ops.plan_cache import made_cache
 from overlap_train.select.tiling import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import Outcome, run_ranks, values
@@ -74,9 +74,9 @@ def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str)
         for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
                 OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
-        domain = made_domain(case.group)
-        assert domain is not None
-        for planned in map(domain.book.plans.get, domain.book.plans):
+        cache = made_cache(made_domain(case.group))
+        assert cache is not None
+        for planned in map(cache.plans.get, cache.plans):
             counts += [one.plan.fprop.chunks for one in planned.values()]
     return counts
 
@@ -132,7 +132,7 @@ def two_columns(case: Case) -> None:
 
 
 def test_dtypes_kept_inputs_growing_memory_barriers_and_a_second_life() -> None:
-    assert values(run_ranks(4, _many_ways, limit_s=60)) == [["NodeEngine"]] * 4
+    assert values(run_ranks(4, _many_ways, limit_s=60)) == [["HostEngine"]] * 4
 
 
 def _meet(rank: int, world: int, fault: bool) -> list[tuple[float, float]]:
@@ -182,16 +182,16 @@ def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
 
 def _slow(rank: int) -> None:
     """What arrives, and what is added, comes late, on each rank at other times."""
-    put, run = GlooTransport.put, Later.run
+    put, run = GlooTransport.put, Worker.run
 
     def slow_put(self: GlooTransport, *arguments: Any) -> None:
         time.sleep(0.02 * rank)
         put(self, *arguments)
 
-    def slow_run(self: Later, task: Callable[[], None]) -> None:
+    def slow_run(self: Worker, task: Callable[[], None]) -> None:
         run(self, lambda: (time.sleep(0.02 * (5 - rank)), task())[1])  # type: ignore[func-returns-value]
 
-    GlooTransport.put, Later.run = slow_put, slow_run  # type: ignore[method-assign] # of this process
+    GlooTransport.put, Worker.run = slow_put, slow_run  # type: ignore[method-assign] # of this process
 
 
 def test_the_same_bits_whoever_is_late() -> None:
@@ -238,12 +238,12 @@ def _events(rank: int, world: int) -> list[list[str]]:
 
 def test_sends_run_beside_products() -> None:
     """A gather sends before it multiplies. A scatter sends the sum for a far node while it multiplies for its own. All-to-alls
-    send a block for each rank of the far node: after its product, or before all (whose own is the only one with `mm`)."""
+    send a block for each rank of the far node: after its product, or one before all (whose own is the only one with `mm`)."""
     for gather, scatter, out, back in values(run_ranks(4, _events, limit_s=60)):
         assert gather == ["send", "mm", "mm", "mm", "mm"]
         assert scatter == ["mm", "mm", "send", "mm", "mm"]
         assert out == ["mm", "send", "mm", "send", "mm", "mm"]
-        assert back == ["send", "send", "mm"]
+        assert back == ["send", "mm", "send"]
 
 
 def _within_bound(rank: int, world: int) -> float:
@@ -323,7 +323,7 @@ def test_a_group_that_does_not_fill_nodes_evenly_is_refused_but_for_collectives(
 def _found(rank: int, world: int) -> int:
     OPERATORS["column"](case_of(0), (3, 5), 37, 29)
     domain = made_domain(dist.group.WORLD)
-    assert domain is not None and not isinstance(domain.engine, NodeEngine)
+    assert domain is not None and not isinstance(domain.engine, HostEngine)
     return domain.topology.nodes
 
 
@@ -364,6 +364,11 @@ def _without_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     return impatient
 
 
+def _on_impatient(pass_on: Callable[..., None]) -> Callable[..., None]:
+    """What passes on, without its wait."""
+    return lambda self, call, exchanged: pass_on(self, _Impatient(call), exchanged)
+
+
 def _reuses_its_sum(send: Callable[..., Any]) -> Callable[..., Any]:
     """A transport that lets its caller write into the source while it is under way."""
 
@@ -397,15 +402,15 @@ def _for_the_receiver(send: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plant(fault: str, rank: int) -> None:
     if fault == "a block is passed on before it is there":
-        NodeGather._pass_on = _without_wait(NodeGather._pass_on)  # type: ignore[method-assign]
+        HostEngine._pass_on = _without_wait(HostEngine._pass_on)  # type: ignore[method-assign]
     if fault == "the sum is sent before the partials are there":
-        NodeScatter._send_sum = _without_wait(NodeScatter._send_sum)  # type: ignore[method-assign]
+        InterNodeGemmReduceScatter._make_sum = _without_wait(InterNodeGemmReduceScatter._make_sum)  # type: ignore[method-assign]
     if fault == "the result is complete before the sums of other nodes are there":
-        NodeScatter.finish = _without_wait(NodeScatter.finish)  # type: ignore[method-assign]
+        InterNodeGemmReduceScatter.finish = _without_wait(InterNodeGemmReduceScatter.finish)  # type: ignore[method-assign]
     if fault == "a far block is multiplied before it is there":
-        NodeAllToAllGemm.matmul = _without_wait(NodeAllToAllGemm.matmul)  # type: ignore[method-assign]
+        InterNodeAllToAllGemm.matmul = _without_wait(InterNodeAllToAllGemm.matmul)  # type: ignore[method-assign]
     if fault == "far columns are read before they are there":
-        NodeGemmAllToAll.received = _without_wait(NodeGemmAllToAll.received)  # type: ignore[method-assign]
+        InterNodeGemmAllToAll.received = _without_wait(InterNodeGemmAllToAll.received)  # type: ignore[method-assign]
     if fault == "a signal comes before its data":
         GlooTransport.put = _signals_first(GlooTransport.put)  # type: ignore[method-assign]
     if fault == "a block stays with who takes it from the network":
@@ -418,13 +423,13 @@ def _with_fault(rank: int, world: int, fault: str, operators: tuple[str, ...]) -
     """What the exact cases say, with one fault and one slow rank."""
     _plant(fault, rank)
     if rank == 1:
-        push = NodeEngine.push
+        push = HostEngine.push
 
-        def slow_push(self: NodeEngine, *arguments: Any) -> None:
+        def slow_push(self: HostEngine, *arguments: Any) -> None:
             time.sleep(0.03)
             push(self, *arguments)
 
-        NodeEngine.push = slow_push  # type: ignore[method-assign]
+        HostEngine.push = slow_push  # type: ignore[method-assign]
     timeout_s = 10.0 if fault == "none" else 2.0  # some faults are found by what never comes
     try:
         for seed in range(4):

@@ -14,7 +14,7 @@ from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
 from ...group.registry import domain_of
 from ...group.signals import Tag
-from ...ops.plan import EnginePlan, engine_plan, network_of
+from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, alone
@@ -100,8 +100,8 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    network = network_of(domain.span.settled(domain.config), domain.span.network_gbs)
-    return engine_plan(choice, planned, domain.topology, domain.device, weight, network)
+    planner = planner_of(domain.topology, domain.span.settled(domain.config), domain.span.network_gbs)
+    return planner.plan(choice, planned, domain.device, weight)
 
 
 def tag_of(case: Case, choice: Choice) -> Tag:

@@ -16,7 +16,7 @@ import torch
 from ...config import OverlapConfig
 from ...group.domain import OverlapDomain
 from ...group.signals import Tag
-from ...ops.plan import sent_again
+from ...ops.plan import planner_of
 from ...ops.table import start_gather, start_scatter
 from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, Took, fastest, may_choose, untuned
@@ -162,7 +162,7 @@ def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands)
     """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
     ends under that gradient would look slower than it is."""
     plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole = sent_again(replace(plan, kind=GATHER), domain.topology)
+    whole = planner_of(domain.topology, domain.config).sent_again(replace(plan, kind=GATHER))
     wgrad = Tag(f"{tag.op}/wgrad", tag.what)
 
     def run(o: Operands) -> torch.Tensor:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..gpu.driver import CudaDriver
-from .transport import Place
+from ..schedule.inter_node import SendRecv
+from .engines import Exchange, Put, StreamEngine
+from .slots import NodeCall, Place
 
 PUT_GBS = (
     50.0  # of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet
@@ -54,3 +56,31 @@ class NvshmemPuts:
 
     def close(self, orderly: bool) -> None:
         """Do nothing: NVSHMEM's world ends when all domains have ended (nvshmem.py: finalize)."""
+
+
+class NvshmemEngine(StreamEngine):
+    """The engine of GPUs whose data cross the network by NVSHMEM: only the sender acts."""
+
+    network: NvshmemPuts
+
+    def send_after(self, mark: int) -> None:
+        """Let what is sent or passed on from now on come after what is marked. If the arriving stream looked for a piece before
+        the call's epoch has begun, the epoch before would make it seem to be there. An exchange of NCCL needs no such order:
+        what it sends orders it."""
+        super().send_after(mark)
+        self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
+
+    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
+        self.network.put(source, call.place(exchanged.sent), call.word, self._sending.cuda_stream)
+        return Put()
+
+    def arrive(
+        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
+    ) -> None:
+        received = exchanged.received
+        if exchanged.passes_on:
+            with self._driver.in_stream(self._arriving):
+                call.wait_chunk(
+                    received.fills, received.chunk
+                )  # bounded, and it notices a peer that is in another call
+                self._pass_on(call.routes(exchanged.passed_on), call.blocks)

@@ -1,4 +1,4 @@
-"""What one call sends and receives across nodes of GPUs: exchange after exchange, of which few are under way."""
+"""What one call sends to and receives from other nodes: exchange after exchange, of which few are under way."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from itertools import cycle
 
 import torch
 
-from ..ops.plan import EnginePlan
 from ..schedule.inter_node import (
     EXCHANGE,
     FAR,
     START,
-    Crossing,
     InFlight,
+    SendRecv,
     Step,
     exchanges_before_wgrad,
     leaving,
@@ -23,52 +22,52 @@ from ..schedule.inter_node import (
 )
 from ..schedule.order import Topology
 from ..schedule.transfers import Leg
+from .engines import Exchange, InterNodeEngine
+from .plan import InterNodePlan
 from .slots import NodeCall
-from .streams import NodeStreamEngine
-from .transport import Exchange
 
 # What an exchange sends, and what enqueues something that fills it.
 Sent = tuple[torch.Tensor, Callable[[], None] | None]
 
 
-class Crossings(ABC):
-    """The exchanges of one call, in order; how many are under way, schedule/in_flight.py says.
+class Exchanges(ABC):
+    """The exchanges of one call, in order; how many are under way, schedule/inter_node.py says.
 
-    What is for another rank of this node lands in two places in turn. The exchange after the next writes into the same place; the
-    engine holds it until this one has arrived and is passed on. Made before the engine is told `send_after_this`: until then the
-    caller's stream may still use the memory of these places.
+    What is for another rank of this node comes into two receive buffers in turn. The exchange after the next writes into the same
+    one; the engine holds it until this one has arrived and is passed on. Made before the engine is told `send_after_this`: until
+    then the caller's stream may still use the memory of these buffers.
 
     Exchanges of an earlier call of the operator cross first, all of them: of a column linear's backward x, for which the weight
     gradient waits while dx crosses. Exchange by exchange in turns, x would be complete only with the last of dx.
     """
 
-    def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan) -> None:
-        self._engine, self._call, self._crossings = engine, call, plan.crossings
-        most = most_in_flight(plan.kind, len(plan.crossings))
-        self._flight = InFlight(len(plan.crossings), most)
+    def __init__(self, engine: InterNodeEngine, call: NodeCall, plan: InterNodePlan) -> None:
+        self._engine, self._call, self._all = engine, call, plan.send_recvs
+        most = most_in_flight(plan.kind, len(plan.send_recvs))
+        self._flight = InFlight(len(plan.send_recvs), most)
         self._under_way: deque[tuple[Exchange, torch.Tensor | None]] = deque()
-        places = most if any(map(self._lands, plan.crossings)) else 0
+        buffers = most if any(map(self._needs_buffer, plan.send_recvs)) else 0
         chunk = call.chunk_of(call.rank, 0)
-        self._places = cycle(chunk.new_empty(places, *chunk.shape))
+        self._buffers = cycle(chunk.new_empty(buffers, *chunk.shape))
         self._has_begun = self._follows = False
 
-    def _lands(self, crossing: Crossing) -> bool:
-        return crossing.lands and self._engine.lands
+    def _needs_buffer(self, exchanged: SendRecv) -> bool:
+        return exchanged.for_another and self._engine.needs_buffers
 
-    def _take(self, steps: Iterator[Step], sent: Callable[[Crossing], Sent]) -> None:
+    def _take(self, steps: Iterator[Step], sent: Callable[[SendRecv], Sent]) -> None:
         """Enqueue what is due. sent: what an exchange sends."""
         for what, number in steps:
-            crossing = self._crossings[number]
+            exchanged = self._all[number]
             if what == START:
-                self._start(crossing, *sent(crossing))
+                self._start(exchanged, *sent(exchanged))
             else:
-                self._engine.arrive(self._call, crossing, *self._under_way.popleft())
+                self._engine.arrive(self._call, exchanged, *self._under_way.popleft())
 
-    def _start(self, crossing: Crossing, source: torch.Tensor, make: Callable[[], None] | None) -> None:
+    def _start(self, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None) -> None:
         self._begin()
-        landing = next(self._places) if self._lands(crossing) else None
-        exchange = self._engine.cross(self._call, crossing, source, make, landing)
-        self._under_way.append((exchange, landing))
+        buffer = next(self._buffers) if self._needs_buffer(exchanged) else None
+        exchange = self._engine.start_exchange(self._call, exchanged, source, make, buffer)
+        self._under_way.append((exchange, buffer))
 
     def _begin(self) -> None:
         if not self._has_begun:
@@ -85,11 +84,11 @@ class Crossings(ABC):
         """Start what is left, and let all arrive."""
 
 
-class OperandCrossings(Crossings):
+class OperandExchanges(Exchanges):
     """The exchanges of an operand. All of it is there from the beginning. source: what is sent in an exchange."""
 
     def __init__(
-        self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan, source: Callable[[Crossing], torch.Tensor]
+        self, engine: InterNodeEngine, call: NodeCall, plan: InterNodePlan, source: Callable[[SendRecv], torch.Tensor]
     ) -> None:
         super().__init__(engine, call, plan)
         self._source = source
@@ -101,8 +100,8 @@ class OperandCrossings(Crossings):
         self._engine.send_after_this()
         self._take(self._flight.start_until(1), self._sent)
 
-    def _sent(self, crossing: Crossing) -> Sent:
-        return self._source(crossing), None
+    def _sent(self, exchanged: SendRecv) -> Sent:
+        return self._source(exchanged), None
 
     def go_ahead(self, done: int, parts: int) -> None:
         self._take(self._flight.go_ahead(done, parts), self._sent)
@@ -119,14 +118,14 @@ class OperandCrossings(Crossings):
         self._take(self._flight.finish(), self._sent)
 
 
-class ResultCrossings(Crossings):
+class ResultExchanges(Exchanges):
     """The exchanges of a result. Each chunk leaves after its product.
 
     Beside a weight gradient some of them wait until that is enqueued (EnginePlan.beside_wgrad): with one hardware queue it would
     come after them all.
     """
 
-    def __init__(self, engine: NodeStreamEngine, call: NodeCall, plan: EnginePlan) -> None:
+    def __init__(self, engine: InterNodeEngine, call: NodeCall, plan: InterNodePlan) -> None:
         super().__init__(engine, call, plan)
         self._plan, self._later = plan, deque[Sent]()
 
@@ -137,14 +136,14 @@ class ResultCrossings(Crossings):
         if not self._plan.beside_wgrad or self._flight.started < self._before_wgrad(self._follows):
             self._take(self._flight.start(), self._next)
 
-    def _next(self, crossing: Crossing) -> Sent:
+    def _next(self, exchanged: SendRecv) -> Sent:
         return self._later.popleft()
 
     def go_ahead(self, done: int, parts: int) -> None:
         """Do nothing: a result leaves after its own products."""
 
     def enqueue(self, topology: Topology, multiply: Callable[[int, int], None], sent: Callable[[Leg], Sent]) -> None:
-        """Enqueue products and exchanges in turns (schedule/turns.py).
+        """Enqueue products and exchanges in turns (schedule/inter_node.py: leaving).
 
         multiply(block, chunk): a product.
         """
@@ -159,11 +158,11 @@ class ResultCrossings(Crossings):
                 marks.append(engine.mark())
             elif what == EXCHANGE:
                 engine.send_after(marks.popleft())
-                self._take(self._flight.start(), lambda crossing: sent(crossing.sent))
+                self._take(self._flight.start(), lambda exchanged: sent(exchanged.sent))
         if between < self._flight.count:
             engine.send_after_this()
-        for crossing in plan.crossings[between:]:
-            self.send(*sent(crossing.sent))
+        for exchanged in plan.send_recvs[between:]:
+            self.send(*sent(exchanged.sent))
 
     def _between(self) -> int:
         """How many exchanges come between the products."""

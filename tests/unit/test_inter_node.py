@@ -1,0 +1,136 @@
+"""What is enqueued across nodes, in which order, and how many exchanges are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train.nodes.exchanges import ResultExchanges
+from overlap_train.schedule.inter_node import (
+    EXCHANGE,
+    FAR,
+    NEAR,
+    START,
+    InFlight,
+    Step,
+    leaving,
+    most_in_flight,
+    send_recvs,
+)
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology, chunks_after_own, chunks_by_rows
+
+CHUNKS = (1, 2, 4, 8)
+SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
+
+
+def short(steps: Iterable[Step]) -> str:
+    """Exchanges that start, +0, and that arrive, -0."""
+    return " ".join(f"{'+' if what == START else '-'}{number}" for what, number in steps)
+
+
+def test_the_oldest_arrives_before_a_third_starts_but_of_a_scatter() -> None:
+    assert [most_in_flight(kind, 7) for kind in (SCATTER, GATHER, A2A_GEMM, GEMM_A2A)] == [7, 2, 2, 2]
+    flight = InFlight(4, 2)
+    assert [short(flight.start()) for _ in range(4)] == ["+0", "+1", "-0 +2", "-1 +3"]
+    assert short(flight.finish()) == "-2 -3"
+    assert short(InFlight(3, 3).finish()) == "+0 +1 +2 -0 -1 -2"
+
+
+def test_one_more_is_started_before_one_is_waited_for() -> None:
+    flight = InFlight(4, 2)
+    assert [short(flight.bring(count)) for count in (1, 1, 3, 4)] == ["+0 +1 -0", "", "+2 -1 +3 -2", "-3"]
+    flight = InFlight(6, 2)  # three ranks' two chunks
+    assert short(flight.bring_chunk(0, chunks=2)) == "+0 +1 -0 +2 -1 +3 -2"
+    assert short(flight.bring_chunk(1, chunks=2)) == "+4 -3 +5 -4 -5"
+
+
+def test_exchanges_of_an_operand_go_ahead_as_far_as_its_product() -> None:
+    flight = InFlight(4, 4)
+    assert [short(flight.go_ahead(done, 8)) for done in range(9)] == ["+0", "", "+1", "", "+2", "", "+3", "", ""]
+
+
+@pytest.mark.parametrize(("nodes", "local"), SIZES)
+def test_everything_that_leaves_is_enqueued_once_and_products_before_their_exchange(nodes: int, local: int) -> None:
+    for kind, chunks, rank in product((SCATTER, GEMM_A2A), CHUNKS, (0, nodes * local - 1)):
+        topology = Topology(nodes, local, rank)
+        exchanges = send_recvs(kind, topology, chunks)
+        steps = leaving(kind, topology, chunks, len(exchanges))
+        units = [unit for _, some in steps for unit in some]
+        assert sorted(units) == list(product(range(topology.world), range(chunks)))
+        far = [some[-1] for what, some in steps if what == FAR]
+        assert far == [(turn.sent.block, turn.sent.chunk) for turn in exchanges]
+        near = [some[0] for what, some in steps if what == NEAR]
+        assert near[-chunks:] == [(rank, chunk) for chunk in range(chunks)], "own rows last"
+        waiting = 0
+        for what, some in steps:
+            waiting += {FAR: 1, EXCHANGE: -1, NEAR: 0}[what]
+            assert waiting >= 0, "an exchange before its product"
+            assert all((block // local != topology.node) == (what == FAR) for block, _ in some)
+        assert waiting == 0
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_products_of_several_chunks_take_each_once_in_order(chunks: int) -> None:
+    for taken in (chunks_after_own(Topology(2, 2, 0), chunks), chunks_by_rows(chunks)):
+        assert [chunk for some in taken for chunk in some] == list(range(chunks))
+    assert all(len(some) == 1 for some in chunks_after_own(Topology(3, 2, 0), chunks))
+    assert [len(some) for some in chunks_after_own(Topology(2, 1, 0), 8)] == [4, 2, 1, 1]
+    assert [len(some) for some in chunks_by_rows(8)] == [1, 1, 2, 2, 2]
+
+
+class Engine:
+    """What was enqueued; raises in `fails`."""
+
+    needs_buffers = has_started = False
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.enqueued: list[str] = []
+        self._fails = fails
+
+    def finish_started(self) -> bool:
+        return False
+
+    def at_end(self, exchanges: Any) -> None:
+        pass
+
+    def start_exchange(self, call: Any, exchanged: Any, source: Any, make: Any, buffer: Any) -> int:
+        if exchanged.number == self._fails:
+            raise RuntimeError("out of memory")
+        self.enqueued.append(f"+{exchanged.number}")
+        return exchanged.number  # type: ignore[no-any-return]
+
+    def arrive(self, call: Any, exchanged: Any, exchange: int, buffer: Any) -> None:
+        assert exchange == exchanged.number
+        self.enqueued.append(f"-{exchange}")
+
+
+def exchanges_of(engine: Engine, beside_wgrad: bool = False) -> ResultExchanges:
+    call: Any = SimpleNamespace(rank=0, chunk_of=lambda rank, chunk: torch.zeros(1))
+    numbered = tuple(SimpleNamespace(number=number, for_another=False) for number in range(4))
+    plan: Any = SimpleNamespace(send_recvs=numbered, kind=SCATTER, beside_wgrad=beside_wgrad)
+    return ResultExchanges(engine, call, plan)  # type: ignore[arg-type]
+
+
+def test_after_an_error_what_was_sent_is_let_arrive_and_nothing_else_starts() -> None:
+    engine = Engine(fails=1)
+    exchanges = exchanges_of(engine)
+    exchanges.send(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        exchanges.send(torch.zeros(1))
+    exchanges.finish()  # as the scope of an operator does, whatever was raised in it
+    assert engine.enqueued == ["+0", "-0"]
+
+
+def test_what_waits_for_a_weight_gradient_leaves_in_the_end() -> None:
+    engine = Engine()
+    exchanges = exchanges_of(engine, beside_wgrad=True)
+    for _ in range(4):
+        exchanges.send(torch.zeros(1))
+    assert engine.enqueued == ["+0", "+1"], "half of them"
+    exchanges.finish()
+    assert engine.enqueued == ["+0", "+1", "+2", "+3", "-0", "-1", "-2", "-3"]
