@@ -1,8 +1,8 @@
-"""`python -m overlap_train.integrations.megatron SCRIPT.py ...`: see launcher/script.py."""
+"""`python -m overlap_train.integrations.megatron SCRIPT.py ...`: see launcher.py."""
 
 import sys
 
-from .launcher.script import main
+from .launcher import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

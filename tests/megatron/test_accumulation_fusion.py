@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers
 
 from overlap_train.integrations import megatron
 from overlap_train.integrations.megatron import enabling, provide_accumulation_fusion
-from overlap_train.integrations.megatron.linears.accumulation_fusion import EXTENSION
+from overlap_train.integrations.megatron.main_grad import EXTENSION
 from tests.megatron.linears import column_pair, integers, row_pair, run
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.workers import Workers

@@ -19,10 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import provide_accumulation_fusion, report
-from overlap_train.integrations.megatron.attention.norms import norm_within
-from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
-from overlap_train.integrations.megatron.linears.ulysses import exchanges
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.norm import norm_within
 from overlap_train.integrations.megatron.packed import documents_of
+from overlap_train.integrations.megatron.ulysses_linears import exchanges
 from tests.megatron import ulysses
 from tests.megatron.models import GPT2, LLAMA
 from tests.megatron.test_main_grad import GRADIENTS

@@ -22,11 +22,11 @@ from tests.megatron.workers import Workers
 OVERLAP = OverlapConfig(method="collective")
 SETTINGS = {
     "gate": ({"attention_output_gate": True},
-             r"attention_output_gate=True: .*set it to False\. To train without our exchange, set cp_comm_type"),
+             r"attention_output_gate=True: .*set it to False; take .* with cp_comm_type"),
     "softmax": ({"softmax_type": "off-by-one"}, r"softmax_type='off-by-one': .*heads.*'vanilla'"),
     "clip": ({"qk_clip": True}, r"cp_comm_type='a2a' in the model's config, but qk_clip=True: .*logits"),
     "heads": ({"num_attention_heads": 3, "kv_channels": 8, "num_query_groups": 3},
-              r"heads per TP rank: heads.query=3 .* divides 3\. To train without"),
+              r"heads per TP rank: heads.query=3 .* divides 3; take "),
     "window": ({"window_size": (4, 0)}, r"config.window_size=\(4, 0\): sliding windows"),
     "ring": ({"cp_comm_type": "p2p"}, r"cp_comm_type='p2p': .*--cp-comm-type a2a"),
     "default": ({"cp_comm_type": None}, r"cp_comm_type=None: .*--cp-comm-type a2a"),
@@ -78,9 +78,7 @@ def other_attention() -> None:
     for layer in model.decoder.layers:
         layer.self_attention.__class__ = Own
     before = dict(model.named_parameters())
-    with pytest.raises(
-        ValueError, match=r"cp_comm_type='a2a' .*, but Own: .* form\. To train .*on_unsupported='fallback'"
-    ):
+    with pytest.raises(ValueError, match=r"cp_comm_type='a2a' .*, but Own: .* form; take .*on_unsupported='fallback'"):
         enable(model, OVERLAP)
     table = enable(model, OverlapConfig(method="collective", on_unsupported="fallback"))
     assert "cp_comm_type='a2a' in the model's config, but Own: " in table.problem

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import AttentionHeads, OverlapTimeoutError, SequenceLayout
-from overlap_train.integrations.megatron.attention import whole
-from overlap_train.integrations.megatron.attention.whole import WholeSequence
+from overlap_train.integrations.megatron import whole_sequence as whole
 from overlap_train.integrations.megatron.packed import Documents
+from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 from tests.processes import run_ranks, values
 
 EXCHANGE = SimpleNamespace(ranks=2, group=None, layout="zigzag")

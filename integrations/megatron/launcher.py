@@ -17,10 +17,9 @@ from overlap_train import OverlapConfig
 from overlap_train.config import flag_name
 from overlap_train.flags import Parser, add_flags, config_from_args, tell
 
-from .. import missing
-from ..linears.accumulation_fusion import provide_accumulation_fusion
-from .after_import import after_import
-from .hooks import ScriptHooks
+from . import missing
+from .hooks import ScriptHooks, after_import
+from .main_grad import provide_accumulation_fusion
 
 USAGE = "torchrun [...] -m overlap_train.integrations.megatron SCRIPT.py --overlap-train [the script's arguments]"
 

@@ -17,7 +17,8 @@ import torch
 
 from overlap_train import graphed
 
-from ..linears.in_model import Model, groups_of, overlapped_linears
+from .in_model import Model, overlapped_linears
+from .ulysses_linears import groups_of
 
 
 @contextmanager

@@ -4,32 +4,140 @@
     linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
 W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
-in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back. It is
-Megatron's forward or, where tensor parallelism divides the weights (two_groups.py), that of the linear that overlaps over it.
-Only the class of a built module changes: parameters and checkpoint keys stay.
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back: it is
+Megatron's forward. Only the class of a built module changes: parameters and checkpoint keys stay.
+
+Where tensor parallelism (TP) divides the weights, linear_qkv is AG(x) + GEMM over TP and then the all-to-all, linear_proj the
+all-to-all and then GEMM + RS over TP. A long sequence passes in parts: the product of one hides the exchange of another. Where
+that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
-from megatron.core.extensions import transformer_engine as megatron_te
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train import OverlapConfig, QkNorm, Rotary, attention_output_linear, qkv_all_to_all
+from overlap_train import (
+    AttentionHeads,
+    OverlapConfig,
+    QkNorm,
+    Rotary,
+    SequenceLayout,
+    SequenceShards,
+    attention_output_linear,
+    qkv_all_to_all,
+)
+from overlap_train.config import flag_name
+from overlap_train.ulysses.groups import Groups, nodes_of_groups
+from overlap_train.ulysses.two_group_calls import Sizes, sizes_of_heads, sizes_of_rows
 
-from .column_row import OverlappedColumnParallelLinear, OverlappedRowParallelLinear, attach
 from .conditions import divides_weights, exchange_reason, standing_exchange_reason
-from .exchange import Exchange, UlyssesOverlap
+from .linears import (
+    LinearOverlap,
+    OverlappedColumnParallelLinear,
+    OverlappedRowParallelLinear,
+    TEFallback,
+    biases,
+    normed,
+    overlapped_forms,
+    te_feature,
+    te_subclasses,
+    turn_linear,
+)
 from .main_grad import fused_alike, through_main_grad
-from .transformer_engine import TEFallback, TELinearOverlap, normed, te_feature, te_forms
-from .two_groups import parts_of_call, why_apart
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One call's exchange between sequence shards and head shards.
+
+    group: the context-parallel ranks; None where the call has none. heads: of all ranks of the group, and of this
+    tensor-parallel rank. layout: how the ranks share the sequence. order: which row of the sequence each row of each rank is,
+    rank after rank; places: where each row of the sequence is among these. Both on the device of the activations.
+    """
+
+    group: dist.ProcessGroup | None
+    heads: AttentionHeads
+    layout: SequenceLayout
+    order: torch.Tensor
+    places: torch.Tensor
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def shards(self, tp_group: dist.ProcessGroup | None) -> SequenceShards:
+        """Who has which rows, for the operators. tp_group: of the linear that exchanges."""
+        assert self.group is not None
+        return SequenceShards(self.group, self.layout, tp_group)
+
+
+@dataclass
+class UlyssesOverlap(LinearOverlap):
+    """The attribute `overlap` of a linear that exchanges within its product."""
+
+    groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
+    # Under TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
+    # Before the first such call also why there is none.
+    apart: str | None = None
+    parts: int | None = None
+
+    def count_exchange(self, reason: str | None, exchange: Exchange) -> None:
+        """Count one forward call, as `count`, and note the group over which it exchanged."""
+        self.count(reason)
+        if reason is None and exchange.group is not None:
+            self.groups.pop(exchange.group, None)
+            self.groups[exchange.group] = None
+
+
+def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+    """Why a linear over TP and the exchange of this call do not hide each other; None: they do.
+
+    The same on all ranks of both groups. On GPUs the first call that is long enough communicates.
+    """
+    is_qkv = linear.overlap.slot == "qkv"
+    if is_qkv and linear.weight.shape[0] != exchange.heads.features:
+        return "fewer KV heads than TP ranks: Megatron gathers the product first"
+    if parts_of_call(linear, x, exchange) == 1:
+        return "too short to be cut into parts"
+    return _why_not_on_gpus(linear, x, exchange) if x.is_cuda else None
+
+
+def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+    config = linear.overlap.config
+    if config.method == "auto" and config.provider == "nvshmem":
+        return "NVSHMEM serves one group of a process"
+    nodes = nodes_of_groups(_groups(linear, exchange), config, x.device, linear.overlap.name)
+    if min(nodes) > 1:
+        return "both TP and CP ranks span nodes"
+    if max(nodes) > 1 and config.method == "auto":
+        return f"not measured across nodes of GPUs yet; {flag_name('method')} fused tries it"
+    return None
+
+
+def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
+    """Into how many parts this call is cut."""
+    return len(_sizes(linear, x, exchange).parts(linear.overlap.config))
+
+
+def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
+    groups = _groups(linear, exchange)
+    if linear.overlap.slot == "qkv":
+        return sizes_of_heads(x, linear.weight, exchange.heads, groups)
+    return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
+
+
+def _groups(linear: Any, exchange: Exchange) -> Groups:
+    assert exchange.group is not None
+    return Groups(exchange.group, linear.tp_group)
 
 
 class _Exchanging:
@@ -49,10 +157,13 @@ class _Exchanging:
         if not divides_weights(self):
             self.overlap.count_exchange(reason, exchange)
             return reason
-        if reason is None or self.overlap.has_told_nothing:  # later the table goes on to say what exchanges do
-            self.overlap.apart = reason = reason or why_apart(self, x, exchange)
+        overlap = self.overlap
+        # Later the table goes on to say what exchanges do.
+        if reason is None or (overlap.parts is None and overlap.apart is None):
+            overlap.apart = reason = reason or why_apart(self, x, exchange)
         if reason is None:
-            self.overlap.count_over_tp(exchange, parts_of_call(self, x, exchange))
+            overlap.parts = parts_of_call(self, x, exchange)
+            overlap.count_exchange(None, exchange)
         return reason
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +193,7 @@ class _Exchanging:
     def _to_heads(
         self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
     ) -> Heads:
-        overlap, bias = self.overlap, self.bias if _has_bias(self) else None
+        overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
         q, k, v = qkv_all_to_all(
             normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
             qk_norm=None if norm is None else norm(), rotary=rotary,
@@ -95,8 +206,7 @@ class _Exchanging:
         return self._call(x, partial(self._to_rows, exchange=exchange))
 
     def _to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
-        overlap, bias = self.overlap, self.bias if _has_bias(self) else None
-        added, returned = (None, bias) if _returns_bias(self) else (bias, None)
+        overlap, (added, returned) = self.overlap, biases(self)
         y = attention_output_linear(
             x, self.weight, added, shards=exchange.shards(self.tp_group),
             config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
@@ -134,11 +244,6 @@ class UlyssesRowOverTP(_Exchanging, OverlappedRowParallelLinear):
     overlap: UlyssesOverlap
 
 
-@dataclass
-class TEUlyssesOverlap(UlyssesOverlap, TELinearOverlap):
-    """The attribute `overlap` of a TransformerEngine linear that exchanges within its product."""
-
-
 class _TEExchanging(_Exchanging, TEFallback):
     """Makes TransformerEngine's linears, as Megatron wraps them, exchange within their product."""
 
@@ -149,21 +254,12 @@ class _TEExchangingRow(_TEExchanging):
 
 @cache
 def _forms(over_tp: bool) -> dict[type, type]:
-    """Linear class -> the class that exchanges. TransformerEngine's keep their names: Megatron-FSDP and PEFT tools go by them."""
+    """Linear class -> the class that exchanges."""
     forms: dict[type, type] = {
         ColumnParallelLinear: UlyssesColumnOverTP if over_tp else UlyssesColumnParallelLinear,
         RowParallelLinear: UlyssesRowOverTP if over_tp else UlyssesRowParallelLinear,
     }
-    if megatron_te.HAVE_TE:
-        mixins = {
-            megatron_te.TELayerNormColumnParallelLinear: _TEExchanging,
-            megatron_te.TEColumnParallelLinear: _TEExchanging,
-            megatron_te.TERowParallelLinear: _TEExchangingRow,
-        }
-        for own, mixin in mixins.items():
-            base = te_forms()[own] if over_tp else own
-            forms[own] = type(own.__name__, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})
-    return forms
+    return {**forms, **te_subclasses(_TEExchanging, _TEExchangingRow, overlapped_forms() if over_tp else None)}
 
 
 def why_no_exchange(linear: Any) -> str | None:
@@ -175,11 +271,7 @@ def why_no_exchange(linear: Any) -> str | None:
 
 def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
     """Let a linear of which `why_no_exchange` is None exchange, in place."""
-    linear.__class__ = _forms(divides_weights(linear))[type(linear)]
-    if isinstance(linear, _TEExchanging):
-        linear.overlap = TEUlyssesOverlap(config, slot, name)
-    else:
-        attach(linear, UlyssesOverlap(config, slot, name))
+    turn_linear(linear, _forms(divides_weights(linear))[type(linear)], UlyssesOverlap(config, slot, name))
 
 
 def exchanges(linear: Any) -> bool:
@@ -187,10 +279,15 @@ def exchanges(linear: Any) -> bool:
     return isinstance(linear, _Exchanging)
 
 
-def _has_bias(linear: Any) -> bool:
-    """TransformerEngine's linears without a bias have an empty one."""
-    return getattr(linear, "use_bias", linear.bias is not None)
+def exchanges_now(linear: Any) -> bool:
+    """Whether a product of the linear hides its exchange, as far as settings tell; over TP, whether it did in the last call."""
+    if not exchanges(linear) or linear.overlap.apart is not None:
+        return False
+    return standing_exchange_reason(linear, linear.weight) is None
 
 
-def _returns_bias(linear: Any) -> bool:
-    return linear.te_return_bias if hasattr(linear, "te_return_bias") else linear.skip_bias_add
+def groups_of(linear: Any) -> list[dist.ProcessGroup]:
+    """The groups over which an overlapped linear communicates, the last call's last."""
+    if not exchanges(linear):
+        return [linear.tp_group]
+    return [*linear.overlap.groups, *([linear.tp_group] if divides_weights(linear) else [])]
