@@ -54,18 +54,6 @@ def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     return bracketed
 
 
-def bracketing(wrapper: type[Any]) -> type[Any]:
-    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
-
-    class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
-        __doc__ = wrapper.__doc__
-
-        def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
-
-    return FullCudaGraphWrapper
-
-
 def release_full_iteration_graphs() -> None:
     """Destroy the graphs that Megatron's wrapper keeps in its class. NCCL's communicators wait for graphs that hold their
     collectives, and the process would not end (seen on 2 x H200)."""

@@ -358,9 +358,17 @@ def _write_counters(chunks: list[torch.nn.Module], iteration: int) -> None:
 
 
 def _bracketing(wrapper: type[Any]) -> type[Any]:
-    from .graphing import bracketing
+    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
 
-    return bracketing(wrapper)
+    class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
+        __doc__ = wrapper.__doc__
+
+        def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            from .graphing import graphed_passes  # not before Megatron is imported whole
+
+            super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
+
+    return FullCudaGraphWrapper
 
 
 def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:

@@ -99,46 +99,46 @@ def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return (None, bias) if is_returned else (bias, None)
 
 
-class OverlappedColumnParallelLinear(ColumnParallelLinear):
+class MegatronFallback:
+    """Megatron's own product, for calls that fall back. Mixed in before one of Megatron's classes."""
+
+    overlap: LinearOverlap
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = fused_alike(self, weight, kwargs)
+        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **call)  # type: ignore[misc]
+        return self.overlap.watched(y)
+
+
+class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
     """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather.
 
     enable() makes it of a ColumnParallelLinear. It replaces the product: bias, tied weights and gathering of the output stay
     Megatron's.
     """
 
-    overlap: LinearOverlap
-
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         reason = fallback_reason(self, input, weight, kwargs)
         self.overlap.count(reason)
         if reason is None:
             return gathered_product(self, input, weight, kwargs["bias"])
-        call = fused_alike(self, weight, kwargs)
-        return self.overlap.watched(super()._forward_impl(input, through_main_grad(self, weight), *args, **call))
+        return super()._forward_impl(input, weight, *args, **kwargs)
 
 
-class OverlappedRowParallelLinear(RowParallelLinear):
+class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
     """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
 
     enable() makes it of a RowParallelLinear. It replaces `forward`, because Megatron reduces there.
     """
-
-    overlap: LinearOverlap
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself (skip_bias_add)."""
         reason = fallback_reason(self, input_, self.weight)
         self.overlap.count(reason)
         if reason is not None:
-            y, bias = super().forward(input_)
-            return self.overlap.watched(y), bias
+            return super().forward(input_)
         added, returned = biases(self)
         return scattered_product(self, input_, self.weight, added), returned
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Megatron's forward calls it, that is: calls that fall back do."""
-        call = fused_alike(self, weight, kwargs)
-        return super()._forward_impl(input, through_main_grad(self, weight), *args, **call)
 
 
 class TEFallback:

@@ -40,6 +40,7 @@ from overlap_train.ulysses.two_group_calls import Sizes, sizes_of_heads, sizes_o
 from .conditions import divides_weights, exchange_reason, standing_exchange_reason
 from .linears import (
     LinearOverlap,
+    MegatronFallback,
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
     TEFallback,
@@ -50,7 +51,6 @@ from .linears import (
     te_subclasses,
     turn_linear,
 )
-from .main_grad import fused_alike, through_main_grad
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -214,34 +214,20 @@ class _Exchanging:
         return overlap.watched(y), returned
 
 
-class _OwnExchanging(_Exchanging):
-    """Makes Megatron's own linears exchange."""
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The product of a call that falls back, by Megatron's own code (see main_grad.py)."""
-        call = fused_alike(self, weight, kwargs)
-        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **call)  # type: ignore[misc]
-        return self.overlap.watched(y)
-
-
-class UlyssesColumnParallelLinear(_OwnExchanging, ColumnParallelLinear):
+class UlyssesColumnParallelLinear(_Exchanging, MegatronFallback, ColumnParallelLinear):
     """linear_qkv of a Ulysses attention."""
 
 
-class UlyssesRowParallelLinear(_OwnExchanging, RowParallelLinear):
+class UlyssesRowParallelLinear(_Exchanging, MegatronFallback, RowParallelLinear):
     """linear_proj of a Ulysses attention."""
 
 
 class UlyssesColumnOverTP(_Exchanging, OverlappedColumnParallelLinear):
     """linear_qkv of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
 
-    overlap: UlyssesOverlap
-
 
 class UlyssesRowOverTP(_Exchanging, OverlappedRowParallelLinear):
     """linear_proj of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
-
-    overlap: UlyssesOverlap
 
 
 class _TEExchanging(_Exchanging, TEFallback):

@@ -21,12 +21,13 @@ from overlap_train.integrations.megatron import (
 )
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
 from tests.megatron.test_spec import MIXTURE
-from tests.megatron.workers import Workers
+from tests.megatron.workers import Workers, on_ranks
 
 PLAIN = Recipe(LLAMA)
 
 
-def in_place() -> None:
+@on_ranks
+def test_turns_the_models_own_linears() -> None:
     model = gpt(PLAIN)
     before = dict(model.named_modules())
     parameters = dict(model.named_parameters())
@@ -47,10 +48,6 @@ def in_place() -> None:
             dim = 1 if name.endswith(("proj", "fc2")) else 0
             assert (module.tensor_model_parallel, module.partition_dim) == (True, dim)
             assert not hasattr(module, "parallel_mode") and not hasattr(module, "finish_init")
-
-
-def test_turns_the_models_own_linears(workers: Workers) -> None:
-    workers.call(in_place)
 
 
 def idempotent() -> None:
@@ -77,7 +74,8 @@ def test_second_call_changes_nothing(workers: Workers) -> None:
     workers.call(idempotent)
 
 
-def added_since() -> None:
+@on_ranks
+def test_second_call_takes_what_was_added() -> None:
     """A linear that came after the first enable() is overlapped by the second, unless DDP has come between them."""
     model = gpt(PLAIN)
     quietly_enable(model, OverlapConfig())
@@ -93,11 +91,8 @@ def added_since() -> None:
     assert type(model.output_layer) is OverlappedColumnParallelLinear
 
 
-def test_second_call_takes_what_was_added(workers: Workers) -> None:
-    workers.call(added_since)
-
-
-def some_slots() -> None:
+@on_ranks
+def test_only_the_slots_asked_for() -> None:
     model = gpt(PLAIN)
     quietly_enable(model, OverlapConfig(slots=("qkv", "output")))
     linears = {linear.name: linear for linear in report(model).linears}
@@ -108,11 +103,8 @@ def some_slots() -> None:
     assert type(model.decoder.layers[0].mlp.linear_fc1) is ColumnParallelLinear
 
 
-def test_only_the_slots_asked_for(workers: Workers) -> None:
-    workers.call(some_slots)
-
-
-def virtual_pipeline() -> None:
+@on_ranks
+def test_chunks_of_a_virtual_pipeline() -> None:
     chunks = [gpt(PLAIN), gpt(PLAIN)]
     with contextlib.redirect_stdout(io.StringIO()):
         names = [linear.name for linear in enable(chunks, OverlapConfig()).linears]
@@ -121,11 +113,8 @@ def virtual_pipeline() -> None:
     assert len(names) == 2 * (2 * 4 + 1)
 
 
-def test_chunks_of_a_virtual_pipeline(workers: Workers) -> None:
-    workers.call(virtual_pipeline)
-
-
-def pipeline_stage() -> None:
+@on_ranks
+def test_first_pipeline_stage_needs_no_output_layer() -> None:
     """The first of two stages has no output layer, and that is no mistake."""
     stage = gpt(PLAIN)
     del stage.output_layer
@@ -136,11 +125,8 @@ def pipeline_stage() -> None:
     assert type(stage.decoder.layers[0].mlp.linear_fc1) is OverlappedColumnParallelLinear
 
 
-def test_first_pipeline_stage_needs_no_output_layer(workers: Workers) -> None:
-    workers.call(pipeline_stage)
-
-
-def mixture() -> None:
+@on_ranks
+def test_experts_are_left_alone() -> None:
     model = gpt(Recipe({**LLAMA, **MIXTURE}))
     quietly_enable(model, OverlapConfig())
     experts = [linear for linear in report(model).linears if "expert" in linear.name]
@@ -158,15 +144,12 @@ def mixture() -> None:
     assert overlaps(model) == []
 
 
-def test_experts_are_left_alone(workers: Workers) -> None:
-    workers.call(mixture)
-
-
 class SomebodysLinear(RowParallelLinear):
     """A class that Megatron does not know; enable() must not overrule it."""
 
 
-def other_classes() -> None:
+@on_ranks
+def test_subclasses_are_left_alone() -> None:
     model = gpt(PLAIN)
     model.decoder.layers[0].mlp.linear_fc2.__class__ = SomebodysLinear
     quietly_enable(model, OverlapConfig())
@@ -177,10 +160,6 @@ def other_classes() -> None:
         layer.mlp.linear_fc2.__class__ = SomebodysLinear
     with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave out"):
         enable(model, OverlapConfig())
-
-
-def test_subclasses_are_left_alone(workers: Workers) -> None:
-    workers.call(other_classes)
 
 
 REFUSED = {
@@ -196,7 +175,8 @@ REFUSED = {
 }
 
 
-def refused() -> None:
+@on_ranks
+def test_settings_that_rule_out_overlap() -> None:
     for field, (value, rule) in REFUSED.items():
         model = gpt(PLAIN)
         setattr(model.config, field, value)
@@ -209,10 +189,6 @@ def refused() -> None:
         assert torch.distributed.get_rank() or printed.startswith("overlap_train: 0 of 9 linears run our operators\n")
         assert all(x.method == "megatron" for x in report(model).linears)
         assert overlaps(model) == []
-
-
-def test_settings_that_rule_out_overlap(workers: Workers) -> None:
-    workers.call(refused)
 
 
 def wrapped() -> None:
@@ -230,17 +206,14 @@ def test_after_data_parallelism(workers: Workers) -> None:
     workers.call(wrapped)
 
 
-def missing_slot() -> None:
+@on_ranks
+def test_missing_slot_with_fallback() -> None:
     """With fallback, a missing slot leaves the others overlapped and is reported."""
     model = gpt(PLAIN)
     del model.output_layer
     printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
     assert torch.distributed.get_rank() or "'output'" in printed
     assert all(linear.reason == "not called yet" for linear in report(model).linears)
-
-
-def test_missing_slot_with_fallback(workers: Workers) -> None:
-    workers.call(missing_slot)
 
 
 def no_linears() -> None:

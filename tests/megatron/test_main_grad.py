@@ -11,7 +11,7 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import provide_accumulation_fusion
 from tests.megatron.linears import Pair, column_pair, integers, row_pair, run
 from tests.megatron.test_path_matrix import column_input, row_input
-from tests.megatron.workers import Workers
+from tests.megatron.workers import Workers, on_ranks
 
 KINDS = ("column", "row")
 START = 5.0  # what main_grad holds before: an earlier microbatch
@@ -153,7 +153,13 @@ def as_ddps_hook(weight: torch.nn.Parameter) -> None:
     weight.grad = None
 
 
-def mixed_paths(kind: str, fusion: bool, main_grad: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
+@on_ranks
+def test_calls_that_fall_back_do_as_overlapped_ones(
+    kind: str, fusion: bool, main_grad: str, dtype: torch.dtype
+) -> None:
     """Once DDP's mark is set, DDP ignores weight.grad: all calls of a step must add into main_grad, or all return."""
     provide_accumulation_fusion()
     added = main_grad == "accumulate" and (fusion or dtype == torch.float32)
@@ -171,15 +177,6 @@ def mixed_paths(kind: str, fusion: bool, main_grad: str, dtype: torch.dtype) -> 
         assert expected.abs().max() < 100, "bf16 holds all sums of it"
         assert torch.equal(linear.weight.main_grad.float(), START + 2 * expected)
         assert pair.counts == (1, {"evaluation mode": 1})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
-def test_calls_that_fall_back_do_as_overlapped_ones(
-    workers: Workers, kind: str, fusion: bool, main_grad: str, dtype: torch.dtype
-) -> None:
-    workers.call(mixed_paths, kind, fusion, main_grad, dtype)
 
 
 def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
