@@ -155,9 +155,7 @@ def without_makefile(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 
 OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
-# Of a mask in one sample. Megatron-LM's data loader copies each sample's. With 32768 tokens (1 GiB) steps of 312 ms took 540 to
-# 840 when the samples that were ready before training were used up; without the mask none took longer than the others (2 layers
-# of Llama-3 8B, 2 x H200).
+# Of a mask in one sample, which Megatron-LM's data loader copies. With 32768 tokens (1 GiB) steps of 312 ms took 540 to 840.
 _LARGE_MASK_BYTES = 1 << 28
 
 

@@ -102,7 +102,7 @@ def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 class MegatronFallback:
     """Megatron's own product, for calls that fall back. Mixed in before one of Megatron's classes."""
 
-    overlap: LinearOverlap
+    overlap: Any
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = fused_alike(self, weight, kwargs)

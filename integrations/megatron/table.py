@@ -175,10 +175,11 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         methods = ", ".join(trial.methods)
         tries = f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
         return replace(row, method="in turn", reasons=(tries,))
-    methods, reasons = (
-        dict.fromkeys(getattr(p, what) for p in (plan.fprop, plan.dgrad)) for what in ("method", "reason")
+    row = replace(
+        row,
+        method=" / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method))),
+        reasons=tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason))),
     )
-    row = replace(row, method=" / ".join(methods), reasons=tuple(reasons))
     if trial is not None:
         return replace(
             row, reasons=("auto: in its turn, the last of a trial that has ended; the next call takes the fastest",)

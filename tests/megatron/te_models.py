@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,14 +31,6 @@ DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
 
 ARCHITECTURES = {"rms": RMS, "zero-centered": ZERO_CENTERED, "qkv-bias": QKV_BIAS}
-
-
-CHECKS: list[Callable[[], None]] = []
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    CHECKS.append(function)
-    return function
 
 
 def model_of(context_parallel: int, tensor_parallel: int = 1, **architecture: Any) -> Any:
@@ -71,7 +63,6 @@ def train(model: Any, context_parallel: int = 1) -> list[float]:
     return losses
 
 
-@check
 def training_with_overlap_is_training_without() -> None:
     for architecture in (RMS, ZERO_CENTERED, QKV_BIAS):
         own, overlapped = (model_of(1, 2, **architecture) for _ in range(2))
@@ -94,7 +85,6 @@ def training_with_overlap_is_training_without() -> None:
             assert float((a.main_grad - b.main_grad).abs().max()) < 1e-5
 
 
-@check
 def evaluation_is_transformer_engines_and_a_second_enable_changes_nothing() -> None:
     model, tokens, positions = model_of(1, 2, **RMS), torch.arange(32).reshape(2, 16), torch.arange(16).expand(2, -1)
     quietly_enable(model, OverlapConfig())
@@ -104,7 +94,6 @@ def evaluation_is_transformer_engines_and_a_second_enable_changes_nothing() -> N
     assert {linear.calls for linear in report(model).linears} == {"overlapped 1, evaluation mode 1"}
 
 
-@check
 def the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too() -> None:
     model = model_of(1, 2, **RMS)
     quietly_enable(model, OverlapConfig())
@@ -118,7 +107,6 @@ def the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_t
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=0)
 
 
-@check
 def calls_that_fall_back_do_as_overlapped_ones() -> None:
     """An overlapped call and one of TE's in a step give the sum of both alone; so do those of a Ulysses attention."""
     provide_accumulation_fusion()  # the output layer is Megatron's own
@@ -155,7 +143,6 @@ def _errors(fusion: bool, main_grad: str, dtype: Any) -> Iterator[float]:
         )
 
 
-@check
 def what_cannot_overlap_stays_transformer_engines() -> None:
     model = model_of(1, 2, **RMS)
     model.config.delay_wgrad_compute = True  # one config object for the whole model
@@ -185,7 +172,6 @@ def _fused_by_its_spec() -> Any:
     return model
 
 
-@check
 def ulysses_trains_as_one_rank_and_everything_keeps_its_name() -> None:
     for settings in ({}, {"qk_layernorm": True, "layernorm_zero_centered_gamma": True}):
         alone = model_of(1, **settings)
@@ -207,7 +193,6 @@ def ulysses_trains_as_one_rank_and_everything_keeps_its_name() -> None:
         assert rows["proj"] == ("A2A(x) + GEMM (CP 2)", "chunked", "overlapped 6")
 
 
-@check
 def rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there() -> None:
     """Documents of 5 and 10 rows, padded to 8 and 16, and 8 rows of none: this rank has half of each."""
     model = model_of(2)
@@ -227,7 +212,6 @@ def rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there() 
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@check
 def other_layers_are_left_to_their_core_attention() -> None:
     try:
         model = model_of(2, cp_comm_type=["a2a", "p2p"])

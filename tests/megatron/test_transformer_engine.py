@@ -38,10 +38,9 @@ def everything(rank: int, world: int) -> dict[str, str]:
     from tests.megatron import te_models
 
     failed = {}
-    assert [check.__name__ for check in te_models.CHECKS] == list(NAMES)
-    for check in te_models.CHECKS:
+    for name in NAMES:
         try:
-            check()
+            getattr(te_models, name)()
         except BaseException:
-            failed[check.__name__] = traceback.format_exc()
+            failed[name] = traceback.format_exc()
     return failed
