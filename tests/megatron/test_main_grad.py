@@ -75,24 +75,19 @@ def tied_weights_of_a_later_stage(kind: str) -> None:
     assert weight.grad_added_to_main_grad, "nothing else on this stage embeds by it"
 
 
-def switched_off(kind: str) -> None:
-    pair, x = make(kind, main_grad="off")
-    as_in_ddp(pair.overlapped.weight)
-    returned_in_grad(pair, x)
-
-
-def sixteen_bit_main_grad(kind: str) -> None:
-    """grad_reduce_in_fp32=False: DDP's hook adds weight.grad itself."""
-    pair, x = make(kind)
-    as_in_ddp(pair.overlapped.weight, torch.bfloat16)
-    returned_in_grad(pair, x)
-
-
-def not_ddp(kind: str) -> None:
-    """A main_grad that nobody has marked belongs to somebody who reads weight.grad, as Megatron leaves it."""
-    pair, x = make(kind)
-    pair.overlapped.weight.main_grad = torch.full_like(pair.overlapped.weight, START)
-    returned_in_grad(pair, x)
+def returned(kind: str) -> None:
+    """Switched off; a 16-bit main_grad, to which DDP's hook adds weight.grad itself; one that nobody has marked, which belongs to
+    somebody who reads weight.grad, as Megatron leaves it."""
+    for config, dtype, is_marked in (
+        ("off", None, True),
+        ("accumulate", torch.bfloat16, True),
+        ("accumulate", None, False),
+    ):
+        pair, x = make(kind, main_grad=config)
+        as_in_ddp(pair.overlapped.weight, dtype or torch.float32)
+        if not is_marked:
+            del pair.overlapped.weight.grad_added_to_main_grad
+        returned_in_grad(pair, x)
 
 
 def returned_in_grad(pair: Pair, x: torch.Tensor) -> None:
@@ -213,9 +208,7 @@ def fused_by_fsdp(kind: str) -> None:
         accumulated_from_bf16,
         zeros_for_tied_weights,
         tied_weights_of_a_later_stage,
-        switched_off,
-        sixteen_bit_main_grad,
-        not_ddp,
+        returned,
         fusion_without_ddp,
         hooks_of_a_user,
         fsdp,

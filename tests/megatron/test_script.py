@@ -132,11 +132,11 @@ def test_flags_become_the_config(user_script: Path):
     assert script.parse([str(user_script), "--seq-length", "8"]).overlap is None
 
 
-def layout_of(setup: Callable[..., Any], log: Callable[..., Any] | None = None) -> ModuleType:
+def layout_of(setup: Callable[..., Any]) -> ModuleType:
     """A megatron.training.training with these functions, unhooked."""
     module = ModuleType(TRAINING)
     module.setup_model_and_optimizer = setup
-    module.training_log = log or (lambda loss_dict, iteration: "logged")
+    module.training_log = lambda loss_dict, iteration: "logged"
     return module
 
 
@@ -193,17 +193,10 @@ def test_a_model_provider_is_followed_by_enable(enabled: list[Any], arguments: S
         assert len(call(module.setup_model_and_optimizer)) == 3
         assert module.training_log({}, 1) == "logged"
     assert enabled == [(1, OVERLAP)] * 2
-
-
-def test_chunks_of_a_virtual_pipeline_are_enabled_together(enabled: list[Any], arguments: SimpleNamespace):
     arguments.virtual_pipeline_model_parallel_size, arguments.pipeline_model_parallel_size = 3, 2
-
-    def setup(model_provider_func: Any, model_type: Any) -> Any:
-        return [model_provider_func(vp_stage=stage) for stage in range(3)]
-
-    module = hooked(setup)
-    module.setup_model_and_optimizer(lambda vp_stage: torch.nn.Identity(), "gpt")
-    assert enabled == [(3, OVERLAP)]
+    chunked = hooked(lambda model_provider_func: [model_provider_func(vp_stage=stage) for stage in range(3)])
+    chunked.setup_model_and_optimizer(lambda vp_stage: torch.nn.Identity())
+    assert enabled[2:] == [(3, OVERLAP)], "chunks of a virtual pipeline are enabled together"
 
 
 def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: SimpleNamespace):
@@ -270,6 +263,8 @@ def test_a_build_that_is_not_known_is_an_error(
     module = hooked(setup)
     with pytest.raises(RuntimeError, match=message):
         module.setup_model_and_optimizer(**call)
+    with pytest.raises(RuntimeError, match="training has begun, and no model was built"):
+        module.training_log({}, 1)
 
 
 @pytest.mark.parametrize("missing", ["setup_model_and_optimizer", "training_log"])
@@ -278,12 +273,6 @@ def test_a_hook_without_its_place_is_an_error_at_import(missing: str):
     delattr(module, missing)
     with pytest.raises(RuntimeError, match=f"this Megatron's {TRAINING} has no {missing}.*core_v0.16 to 0.20-dev"):
         ScriptHooks(OVERLAP).by_module()[TRAINING](module)
-
-
-def test_training_of_a_model_that_was_built_past_the_hooks_stops_at_its_first_log():
-    module = hooked(setup_of_016)
-    with pytest.raises(RuntimeError, match="training has begun, and no model was built"):
-        module.training_log({}, 1)
 
 
 def test_without_our_flag_the_training_module_is_left_alone_and_the_parser_knows_the_flags():
