@@ -46,24 +46,13 @@ def heads_of(config: TransformerConfig) -> AttentionHeads:
     return AttentionHeads(config.num_attention_heads // tp, max(1, config.num_query_groups // tp), config.kv_channels)
 
 
-def core_of_rank(
-    build: Callable[..., Any],
-    ranks: int,
-    *,
-    config: TransformerConfig,
-    cp_comm_type: str | None = None,
-    **arguments: Any,
-) -> Any:
-    """What `build`, a core attention's class with Megatron's arguments, makes of one rank's heads."""
-    return build(config=config_of_rank(config, ranks), cp_comm_type=None, **arguments)
-
-
-def config_of_rank(config: TransformerConfig, ranks: int) -> TransformerConfig:
-    """A copy with context parallelism 1 and the heads that one of `ranks` has after the exchange."""
+def core_of_rank(build: Callable[..., Any], ranks: int, *, config: TransformerConfig, **arguments: Any) -> Any:
+    """What `build`, a core attention's class with Megatron's arguments, makes with context parallelism 1 and the heads that one
+    of `ranks` has after the exchange."""
     own, heads, tp = copy.copy(config), heads_of(config).of_rank(ranks), config.tensor_model_parallel_size
     own.context_parallel_size, own.cp_comm_type = 1, None
     own.num_attention_heads, own.num_query_groups = heads.query * tp, heads.kv * tp
-    return own
+    return build(config=own, **{**arguments, "cp_comm_type": None})
 
 
 def is_transformer_engines(core: Any) -> bool:

@@ -90,37 +90,17 @@ def sharing_attentions(model: Model) -> Iterator[Any]:
                 yield module
 
 
-def is_ulysses(attention: Any) -> bool:
-    return isinstance(attention, UlyssesSelfAttention)
-
-
 def is_asked_for(attention: Any) -> bool:
     return comm_type(attention.config, attention.layer_number) == ULYSSES
 
 
 def why_not_ulysses(attention: Any) -> str | None:
     """Why an attention under context parallelism is not Ulysses' and cannot become so; None: it is, or can."""
-    if is_ulysses(attention):
+    if isinstance(attention, UlyssesSelfAttention):
         return None
     if not is_asked_for(attention):
         return f"cp_comm_type={comm_type(attention.config, attention.layer_number)!r} is left to the core attention"
     return why_not_turned(attention)
-
-
-def turn(attention: Any, whole: WholeSequence) -> None:
-    """Turn an attention into a UlyssesSelfAttention, and build its core attention anew for the heads of one rank.
-
-    attention: one of which `why_not_ulysses` is None.
-    """
-    if is_ulysses(attention):
-        return
-    core = attention.core_attention
-    attention.core_attention = core_of_rank(
-        type(core), attention.pg_collection.cp.size(), config=attention.config, layer_number=attention.layer_number,
-        attn_mask_type=attention.attn_mask_type, attention_type=attention.attention_type,
-        softmax_scale=getattr(attention.config, "softmax_scale", None), pg_collection=attention.pg_collection,
-    ).train(core.training)  # fmt: skip
-    attention.__class__, attention.whole = UlyssesSelfAttention, whole
 
 
 @dataclass(frozen=True)
@@ -147,10 +127,19 @@ class Attentions:
         (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
 
     def turn(self, timeout_s: float) -> None:
-        """Make them Ulysses'. timeout_s: how long their ranks wait for each other's rotary frequencies and masks."""
+        """Make them Ulysses', with core attentions that are built anew for the heads of one rank. timeout_s: how long their ranks
+        wait for each other's rotary frequencies and masks."""
         whole = WholeSequence()
         for attention in self.ours:
-            turn(attention, whole)
+            if not isinstance(attention, UlyssesSelfAttention):
+                core = attention.core_attention
+                attention.core_attention = core_of_rank(
+                    type(core), attention.pg_collection.cp.size(), config=attention.config,
+                    layer_number=attention.layer_number, attn_mask_type=attention.attn_mask_type,
+                    attention_type=attention.attention_type, pg_collection=attention.pg_collection,
+                    softmax_scale=getattr(attention.config, "softmax_scale", None),
+                ).train(core.training)  # fmt: skip
+                attention.__class__, attention.whole = UlyssesSelfAttention, whole
             attention.whole.timeout_s = timeout_s
 
 

@@ -22,13 +22,13 @@ from megatron.core import parallel_state
 from overlap_train.operators.plan_book import made_book
 from overlap_train.runtime.registry import made_domain
 
+from .attention import UlyssesSelfAttention
 from .conditions import divides_weights, standing_exchange_reason, standing_reason
 from .in_model import (
     Model,
     chunks_of,
     is_overlapped,
     is_row,
-    is_ulysses,
     named_linears,
     overlapped_linears,
     sharing_attentions,
@@ -156,7 +156,7 @@ def _exchange_beside(linear: Any, attention: Any) -> str | None:
     """How the ranks of context parallelism get each other's rows, where no product of an attention's linear exchanges them."""
     if attention is None or exchanges_now(linear):
         return None
-    if not is_ulysses(attention):
+    if not isinstance(attention, UlyssesSelfAttention):
         return f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
     apart = linear.overlap.apart if exchanges(linear) else None
     why = "" if apart is None else f": {apart}"

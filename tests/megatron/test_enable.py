@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import megatron.core
@@ -16,12 +14,11 @@ from overlap_train.integrations.megatron import (
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
     enable,
-    enabling,
     report,
 )
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
 from tests.megatron.test_spec import MIXTURE
-from tests.megatron.workers import Workers, on_ranks
+from tests.megatron.workers import on_ranks
 
 PLAIN = Recipe(LLAMA)
 
@@ -50,7 +47,8 @@ def test_turns_the_models_own_linears() -> None:
             assert not hasattr(module, "parallel_mode") and not hasattr(module, "finish_init")
 
 
-def idempotent() -> None:
+@on_ranks
+def test_second_call_changes_nothing() -> None:
     """A second call changes and prints nothing, also behind DDP; another config is an error, also with fallback."""
     model = gpt(PLAIN)
     assert bool(quietly_enable(model, OverlapConfig())) == (torch.distributed.get_rank() == 0)
@@ -68,10 +66,6 @@ def idempotent() -> None:
 
 def overlaps(model: torch.nn.Module) -> list[Any]:
     return [module.overlap for module in model.modules() if hasattr(module, "overlap")]
-
-
-def test_second_call_changes_nothing(workers: Workers) -> None:
-    workers.call(idempotent)
 
 
 @on_ranks
@@ -92,25 +86,20 @@ def test_second_call_takes_what_was_added() -> None:
 
 
 @on_ranks
-def test_only_the_slots_asked_for() -> None:
-    model = gpt(PLAIN)
-    quietly_enable(model, OverlapConfig(slots=("qkv", "output")))
-    linears = {linear.name: linear for linear in report(model).linears}
-    for name in ("decoder.layers.0.self_attention.linear_qkv", "output_layer"):
-        assert (linears[name].method, linears[name].reason) == ("-", "not called yet")
-    left = linears["decoder.layers.0.mlp.linear_fc1"]
-    assert (left.method, left.reason, left.fprop) == ("megatron", "not enabled", "-")
-    assert type(model.decoder.layers[0].mlp.linear_fc1) is ColumnParallelLinear
-
-
-@on_ranks
-def test_chunks_of_a_virtual_pipeline() -> None:
+def test_only_the_slots_asked_for_of_all_chunks_of_a_virtual_pipeline() -> None:
     chunks = [gpt(PLAIN), gpt(PLAIN)]
-    with contextlib.redirect_stdout(io.StringIO()):
-        names = [linear.name for linear in enable(chunks, OverlapConfig()).linears]
-    assert "chunk0.decoder.layers.0.mlp.linear_fc1" in names
-    assert "chunk1.output_layer" in names
-    assert len(names) == 2 * (2 * 4 + 1)
+    line = quietly_enable(chunks, OverlapConfig(slots=("qkv", "output"), gathered_input="keep"))
+    assert torch.distributed.get_rank() or line == (
+        "overlap_train: 6 linears in 4 layers prepared; the table follows in the first step\n"
+    )
+    linears = {linear.name: linear for linear in report(chunks).linears}
+    assert len(linears) == 2 * (2 * 4 + 1)
+    for name in ("chunk0.decoder.layers.0.self_attention.linear_qkv", "chunk1.output_layer"):
+        assert (linears[name].method, linears[name].reason) == ("-", "not called yet")
+        assert linears[name].wgrad == "GEMM with x kept"
+    left = linears["chunk0.decoder.layers.0.mlp.linear_fc1"]
+    assert (left.method, left.reason, left.fprop) == ("megatron", "not enabled", "-")
+    assert type(chunks[0].decoder.layers[0].mlp.linear_fc1) is ColumnParallelLinear
 
 
 @on_ranks
@@ -191,7 +180,8 @@ def test_settings_that_rule_out_overlap() -> None:
         assert overlaps(model) == []
 
 
-def wrapped() -> None:
+@on_ranks
+def test_after_data_parallelism() -> None:
     model = wrap(PLAIN, gpt(PLAIN))
     for late in (model, model.module):
         with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*on the bare model"):
@@ -200,10 +190,6 @@ def wrapped() -> None:
     assert not any(hasattr(module, "overlap") for module in model.modules())
     with pytest.raises(ValueError, match="no model chunk"):
         enable([], OverlapConfig())
-
-
-def test_after_data_parallelism(workers: Workers) -> None:
-    workers.call(wrapped)
 
 
 @on_ranks
@@ -216,56 +202,24 @@ def test_missing_slot_with_fallback() -> None:
     assert all(linear.reason == "not called yet" for linear in report(model).linears)
 
 
-def no_linears() -> None:
-    with pytest.raises(
-        ValueError, match=r"slots=.*no ColumnParallelLinear or RowParallelLinear.*'qkv', 'proj'.*'output'; build"
-    ):
+@on_ranks
+def test_what_is_no_model_with_parallel_linears_or_no_config_is_refused() -> None:
+    none = r"slots=.*no ColumnParallelLinear or RowParallelLinear.*'qkv', 'proj'.*'output'; build"
+    with pytest.raises(ValueError, match=none):
         enable(torch.nn.Linear(2, 2), OverlapConfig())
-
-
-def test_settings_of_another_kind_are_refused() -> None:
     with pytest.raises(ValueError, match=r"config=\{'method': 'fused'\} must be an OverlapConfig, such as "):
         enable(torch.nn.Identity(), {"method": "fused"})  # type: ignore[arg-type]
 
 
-def test_a_model_without_parallel_linears(workers: Workers) -> None:
-    workers.call(no_linears)
-
-
-def test_a_version_that_nobody_has_tried_is_named() -> None:
-    for version in ("0.16.0", "0.16.1rc3", "0.19.2", "0.20.0.dev1+gabc", "0.20.0rc0"):
-        assert enabling._untested(version) is None
-    for version in ("0.2.0", "0.9.0", "0.15.3", "0.21.0", "1.0.0"):
-        assert enabling._untested(version) == (
-            f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
-        )
-
-
-def untested_line(overlaps: bool) -> str:
-    model = gpt(PLAIN)
-    model.config.cpu_offloading = not overlaps
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron.core, "__version__", "0.15.3")
-        return quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
-
-
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_it_is_named_on_rank_zero(workers: Workers, overlaps: bool) -> None:
-    told, silent = workers.call(untested_line, overlaps)
-    assert "\noverlap_train: Megatron-Core 0.15.3 was not tested" in told and silent == ""
-    assert ("0 of 9 linears run our operators" in told) is not overlaps
-
-
-def kept_input() -> Any:
-    model = gpt(PLAIN)
-    line = quietly_enable(model, OverlapConfig(gathered_input="keep"))
-    assert torch.distributed.get_rank() or line == (
-        "overlap_train: 9 linears in 2 layers prepared; the table follows in the first step\n"
-    )
-    return {linear.slot: linear.wgrad for linear in report(model).linears}
-
-
-def test_one_line_is_printed_and_the_report_says_what_backward_does_about_the_input(workers: Workers) -> None:
-    wgrad = workers.call(kept_input)[0]
-    assert wgrad["qkv"] == wgrad["fc1"] == wgrad["output"] == "GEMM with x kept"
-    assert wgrad["proj"] == wgrad["fc2"] == "GEMM with the gathered dy"
+@on_ranks
+def test_a_version_that_nobody_has_tried_is_named_on_rank_zero() -> None:
+    for version in ("0.2.0", "0.15.3", "0.16.1rc3", "0.19.2", "0.20.0.dev1+gabc", "0.21.0", "1.0.0"):
+        is_tried = version.startswith(("0.16", "0.19", "0.20"))
+        for overlaps_now in (True, False):
+            model = gpt(PLAIN)
+            model.config.cpu_offloading = not overlaps_now
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(megatron.core, "__version__", version)
+                told = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
+            says = f"\noverlap_train: Megatron-Core {version} was not tested" in told
+            assert says == (torch.distributed.get_rank() == 0 and not is_tried)
