@@ -25,8 +25,8 @@ from overlap_train.group import domain
 from overlap_train.group.copy_engine import StreamCopyEngine
 from overlap_train.group.topology import Nodes
 from overlap_train.nodes.connect import AcrossNodes
-from overlap_train.nodes.nccl import NcclEngine
 from overlap_train.nodes.engines import Piece
+from overlap_train.nodes.nccl import NcclEngine
 from overlap_train.ops import plan_cache as settled
 from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.inter_node import SendRecv

@@ -8,9 +8,7 @@
     gpt_block_spec(config)        layer specs with a norm and an attention that sequence parallelism works with
     run_without_cuda()            let Megatron-Core run on CPU processes
 
-Rooms: `linears` (the overlapped classes), above it `attention` (self-attention under Ulysses), above it `enabling` (built models)
-and `spec` (layer specs), above them `launcher` (user scripts). Names are imported on first use: importing this package does not
-import Megatron-Core.
+Names are imported on first use: importing this package does not import Megatron-Core.
 """
 
 # ruff: noqa: F401 -- __all__ is computed
@@ -20,35 +18,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
+    from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
     from overlap_train.integrations.megatron.cpu import run_without_cuda
-    from overlap_train.integrations.megatron.enabling.enable import enable
-    from overlap_train.integrations.megatron.enabling.first_table import print_table
-    from overlap_train.integrations.megatron.enabling.graphing import graphed_model, graphed_passes
-    from overlap_train.integrations.megatron.enabling.reporting import report
-    from overlap_train.integrations.megatron.enabling.table import Report
-    from overlap_train.integrations.megatron.linears.accumulation_fusion import provide_accumulation_fusion
-    from overlap_train.integrations.megatron.linears.column_row import (
-        OverlappedColumnParallelLinear,
-        OverlappedRowParallelLinear,
-    )
+    from overlap_train.integrations.megatron.enabling import enable
+    from overlap_train.integrations.megatron.graphing import graphed_model, graphed_passes
+    from overlap_train.integrations.megatron.linears import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+    from overlap_train.integrations.megatron.main_grad import provide_accumulation_fusion
     from overlap_train.integrations.megatron.norm import LayerNorm, Norm, RMSNorm
-    from overlap_train.integrations.megatron.spec.attention import SDPACoreAttention
-    from overlap_train.integrations.megatron.spec.gpt import gpt_block_spec
+    from overlap_train.integrations.megatron.spec import SDPACoreAttention, gpt_block_spec
+    from overlap_train.integrations.megatron.table import Report, print_table, report
 
 _HOME = {
-    "attention.self_attention": ("UlyssesSelfAttention",),
+    "attention": ("UlyssesSelfAttention",),
     "cpu": ("run_without_cuda",),
-    "enabling.enable": ("enable",),
-    "enabling.first_table": ("print_table",),
-    "enabling.graphing": ("graphed_model", "graphed_passes"),
-    "enabling.reporting": ("report",),
-    "enabling.table": ("Report",),
-    "linears.accumulation_fusion": ("provide_accumulation_fusion",),
-    "linears.column_row": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
-    "spec.attention": ("SDPACoreAttention",),
-    "spec.gpt": ("gpt_block_spec",),
+    "enabling": ("enable",),
+    "graphing": ("graphed_model", "graphed_passes"),
+    "linears": ("OverlappedColumnParallelLinear", "OverlappedRowParallelLinear"),
+    "main_grad": ("provide_accumulation_fusion",),
     "norm": ("LayerNorm", "Norm", "RMSNorm"),
+    "spec": ("SDPACoreAttention", "gpt_block_spec"),
+    "table": ("Report", "print_table", "report"),
 }
 __all__ = [name for names in _HOME.values() for name in names]
 

@@ -20,15 +20,15 @@ from .slots import SLOTS, Layout, with_room
 class Request:
     """What one operator call, forward and backward, asks of its group. Ranks must agree on it.
 
-    shapes: and dtype, in words. how: methods and settings, in words. slot_bytes: symmetric memory that one of its calls receives;
+    shapes: and dtype, in words. how: methods and settings, too. slot_bytes: symmetric memory that one of its calls receives;
     0 for none. flagged_bytes: the same of a call whose data come as flagged words.
     """
 
     operator: str
     shapes: str
-    how: str = ""
     slot_bytes: int = 0
     flagged_bytes: int = 0
+    how: str = ""
 
     @property
     def what(self) -> str:

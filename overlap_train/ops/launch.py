@@ -34,6 +34,8 @@ LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000
 
+Replaced = tuple[tuple[str, ...], ...]  # names of arguments, see gpu/launch.py
+
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.4 microseconds more
 class GatherOperands:
@@ -251,7 +253,7 @@ def _gather_launch(
         # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
         halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
         programs = multiprocessors(domain.device) if sends else halves
-        replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
+        replaced: Replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
     else:
         kernel = _portable_kernel(plan)
         arguments |= dict(b_ptr=b_kn, y_ptr=y, stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1))
@@ -287,7 +289,7 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
         constants = _hopper_constants(b_kn, STAGES_DIRECT if direct else STAGES)
         constants |= {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
         count = HOPPER_TILE.count(m_shard, n)
-        replaced = (("a_desc",), ("b_desc", "b_half_desc"), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
+        replaced: Replaced = (("a_desc",), ("b_desc", "b_half_desc"), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
     else:
         kernel = _portable_kernel(plan)
         arguments |= dict(

@@ -229,7 +229,7 @@ def _request(
     return Request(
         spec.name,
         shapes_of(x, w),
-        how,
+        how=how,
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
     )

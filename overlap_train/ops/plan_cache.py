@@ -268,14 +268,14 @@ class PlanCache:
         if not domain.span.is_connected:
             # Its methods may need the network where the untuned one does not. A rank that differs would not come to connect.
             how = f"{plan.request.how}; tries methods in {config.tune_steps} calls"
-            prepare(domain, Request(spec.name, plan.request.shapes, how), None, name, _trained(x, w))
+            prepare(domain, Request(spec.name, plan.request.shapes, how=how), None, name, _trained(x, w))
         return self.runs.begun(planned, config, self.table, x, w)
 
     def end_run(self, trial: Autotune, name: str) -> None:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
         found = self.runs.outcome(trial, self.table, name)
-        winners = self.table.winners | {winner.measured.bucket: winner for winner in found}
+        winners = {**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
         self.table = replace(self.table, winners=winners)
         for key, by_layout in self.plans.items():
             for planned in by_layout.values():  # the same request, however a rank's weight lies

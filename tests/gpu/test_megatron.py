@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec, report
-from overlap_train.integrations.megatron.packed import Documents
-from overlap_train.integrations.megatron.spec.packed import Softmax, packed_attention
+from overlap_train.integrations.megatron.packed import Documents, Softmax, packed_attention
 
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 1024, 2, 512, 2, 40
 

@@ -67,7 +67,7 @@ def gpt(recipe: Recipe) -> GPTModel:
     return model
 
 
-def quietly_enable(model: GPTModel, config: OverlapConfig) -> str:
+def quietly_enable(model: GPTModel | list[GPTModel], config: OverlapConfig) -> str:
     """enable() and what it printed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         enable(model, config)

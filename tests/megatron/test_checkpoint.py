@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from overlap_train import OverlapConfig
-from tests.megatron.models import LLAMA, Recipe, gpt, optimizer_of, train, wrap
-from tests.megatron.workers import Workers
+from tests.megatron.models import LLAMA, Recipe, batches, forward_backward, gpt, optimizer_of, train, wrap
+from tests.megatron.workers import on_ranks
 
 WITH = Recipe(LLAMA, overlap=OverlapConfig())
 WITHOUT = replace(WITH, overlap=None)
@@ -21,7 +21,8 @@ DIRECTIONS = pytest.mark.parametrize(
 )
 
 
-def same_keys() -> None:
+@on_ranks
+def test_keys_and_parameter_marks_are_megatrons() -> None:
     on, off = gpt(WITH), gpt(WITHOUT)
     assert list(on.state_dict()) == list(off.state_dict())
     assert on.sharded_state_dict().keys() == off.sharded_state_dict().keys()
@@ -29,41 +30,27 @@ def same_keys() -> None:
     assert attributes[0] == attributes[1], "parameters carry Megatron's marks and no others"
 
 
-def test_keys_and_parameter_marks_are_megatrons(workers: Workers) -> None:
-    workers.call(same_keys)
-
-
-def through_state_dict(saved: Recipe, loaded: Recipe) -> None:
+@DIRECTIONS
+@on_ranks
+def test_weights(saved: Recipe, loaded: Recipe, tmp_path: Path) -> None:
+    """Plain and in Megatron's sharded format."""
     _, model = train(saved, steps=2)
     other = gpt(loaded)
     assert str(other.load_state_dict(model.module.state_dict())) == "<All keys matched successfully>"
     assert_equal(model.module, other)
-
-
-@DIRECTIONS
-def test_state_dict(workers: Workers, saved: Recipe, loaded: Recipe) -> None:
-    workers.call(through_state_dict, saved, loaded)
-
-
-def through_dist_checkpointing(saved: Recipe, loaded: Recipe, folder: str) -> None:
-    """The weights in Megatron's sharded format."""
-    _, model = train(saved, steps=2)
-    dist_checkpointing.save({"model": model.module.sharded_state_dict()}, folder)
+    dist_checkpointing.save({"model": model.module.sharded_state_dict()}, str(tmp_path))
     dist.barrier()
     other = gpt(loaded)
-    state = dist_checkpointing.load({"model": other.sharded_state_dict()}, folder)
+    state = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(tmp_path))
     other.load_state_dict(state["model"])
     assert_equal(model.module, other)
 
 
 @DIRECTIONS
-def test_sharded_checkpoint(workers: Workers, saved: Recipe, loaded: Recipe, tmp_path: Path) -> None:
-    workers.call(through_dist_checkpointing, saved, loaded, str(tmp_path))
-
-
-def resumed(saved: Recipe, loaded: Recipe, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of steps three and four: run through, and after a resume of model and optimizer."""
-    from tests.megatron.models import batches, forward_backward
+@on_ranks
+def test_resume_with_optimizer(saved: Recipe, loaded: Recipe, tmp_path: Path) -> None:
+    """Losses of steps three and four are the same, run through and after a resume of model and optimizer."""
+    folder = str(tmp_path)
 
     def step_twice(recipe: Recipe, model: torch.nn.Module, optimizer: object) -> list[float]:
         losses, data = [], batches(seed=9)
@@ -88,13 +75,7 @@ def resumed(saved: Recipe, loaded: Recipe, folder: str) -> tuple[list[float], li
     state = dist_checkpointing.load(wanted, folder)
     second.module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return expected, step_twice(loaded, second, optimizer)
-
-
-@DIRECTIONS
-def test_resume_with_optimizer(workers: Workers, saved: Recipe, loaded: Recipe, tmp_path: Path) -> None:
-    for expected, actual in workers.call(resumed, saved, loaded, str(tmp_path)):
-        assert actual == pytest.approx(expected, rel=1e-5)
+    assert step_twice(loaded, second, optimizer) == pytest.approx(expected, rel=1e-5)
 
 
 def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:

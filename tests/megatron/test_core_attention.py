@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from overlap_train.integrations.megatron import SDPACoreAttention
 from tests.megatron import layout
 from tests.megatron.linears import model_config
-from tests.megatron.workers import Workers
+from tests.megatron.workers import Workers, on_ranks
 
 SEQUENCE, BATCH, HEAD = 10, 2, 8
 
@@ -54,45 +54,33 @@ def test_causal(workers: Workers, groups: int) -> None:
     workers.call(causal, groups)
 
 
-def scaled() -> None:
+@on_ranks
+def test_scales() -> None:
     causal(2, softmax_scale=0.3)
     scaling = {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True}
     causal(2, config_changes=scaling)
 
 
-def test_scales(workers: Workers) -> None:
-    workers.call(scaled)
-
-
-def masked() -> None:
+@on_ranks
+def test_explicit_mask_decides_alone() -> None:
     hidden = torch.rand(BATCH, 1, SEQUENCE, SEQUENCE, generator=torch.Generator().manual_seed(5)) < 0.4
     hidden[..., 0] = False  # each query sees one key at least
     for mask_type in (AttnMaskType.padding, AttnMaskType.arbitrary, AttnMaskType.causal):
         compare(1, hidden, mask_type=mask_type, config_changes={"num_query_groups": 2})
 
 
-def test_explicit_mask_decides_alone(workers: Workers) -> None:
-    workers.call(masked)
-
-
-def unmasked() -> None:
+@on_ranks
+def test_no_mask_and_other_number_of_keys() -> None:
     compare(2, None, mask_type=AttnMaskType.no_mask)
     compare(2, None, keys=7, mask_type=AttnMaskType.no_mask)
 
 
-def test_no_mask_and_other_number_of_keys(workers: Workers) -> None:
-    workers.call(unmasked)
-
-
-def one_query() -> None:
+@on_ranks
+def test_one_query_sees_the_whole_cache() -> None:
     q, k, v = inputs(2)
     attention = build(SDPACoreAttention)
     last = attention(q, k, v, None)[-1:]
     torch.testing.assert_close(attention(q[-1:], k, v, None), last, rtol=1e-5, atol=1e-6)
-
-
-def test_one_query_sees_the_whole_cache(workers: Workers) -> None:
-    workers.call(one_query)
 
 
 def dropout(sequence_parallel: bool, forked: bool) -> torch.Tensor:
@@ -122,7 +110,8 @@ def test_dropout_differs_between_ranks(workers: Workers) -> None:
     assert torch.equal(*not_forked), "the attention leaves forking to the block"
 
 
-def refusals() -> None:
+@on_ranks
+def test_refusals_name_the_setting() -> None:
     for changes, named in (({"window_size": (4, 0)}, "window_size"), ({"softmax_type": "off-by-one"}, "softmax_type")):
         with pytest.raises(ValueError, match=rf"config\.{named}=.*layer spec"):
             build(SDPACoreAttention, config_changes=changes)
@@ -141,7 +130,3 @@ def refusals() -> None:
         attention(q, k, v, None, attention_bias=torch.zeros(1))
     with pytest.raises(ValueError, match=r"5 queries and 10 keys.*pass attention_mask"):
         attention(q[:5], k, v, None)
-
-
-def test_refusals_name_the_setting(workers: Workers) -> None:
-    workers.call(refusals)

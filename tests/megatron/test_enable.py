@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from dataclasses import replace
 from typing import Any
 
 import megatron.core
@@ -19,17 +16,15 @@ from overlap_train.integrations.megatron import (
     enable,
     report,
 )
-from overlap_train.integrations.megatron.enabling import enable as enabling
-from overlap_train.integrations.megatron.enabling.table import LinearReport, Report
-from tests.megatron.linears import model_config
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
 from tests.megatron.test_spec import MIXTURE
-from tests.megatron.workers import Workers
+from tests.megatron.workers import on_ranks
 
 PLAIN = Recipe(LLAMA)
 
 
-def in_place() -> None:
+@on_ranks
+def test_turns_the_models_own_linears() -> None:
     model = gpt(PLAIN)
     before = dict(model.named_modules())
     parameters = dict(model.named_parameters())
@@ -45,28 +40,15 @@ def in_place() -> None:
     }
     expected = {f"decoder.layers.{k}.{name}": kind for k in range(2) for name, kind in layer.items()}
     assert turned == {**expected, "output_layer": OverlappedColumnParallelLinear}
-
-
-def test_turns_the_models_own_linears(workers: Workers) -> None:
-    workers.call(in_place)
-
-
-def marks() -> None:
-    """Megatron-FSDP looks at these two; SharedExpertMLP and GPTModel must not find these other two."""
-    model = gpt(replace(PLAIN, overlap=OverlapConfig()))
-    for name, module in model.named_modules():
+    for name, module in model.named_modules():  # Megatron-FSDP looks at these two; others must not find the other two
         if hasattr(module, "overlap"):
             dim = 1 if name.endswith(("proj", "fc2")) else 0
             assert (module.tensor_model_parallel, module.partition_dim) == (True, dim)
-            assert not hasattr(module, "parallel_mode")
-            assert not hasattr(module, "finish_init")
+            assert not hasattr(module, "parallel_mode") and not hasattr(module, "finish_init")
 
 
-def test_attributes_that_megatron_looks_at(workers: Workers) -> None:
-    workers.call(marks)
-
-
-def idempotent() -> None:
+@on_ranks
+def test_second_call_changes_nothing() -> None:
     """A second call changes and prints nothing, also behind DDP; another config is an error, also with fallback."""
     model = gpt(PLAIN)
     assert bool(quietly_enable(model, OverlapConfig())) == (torch.distributed.get_rank() == 0)
@@ -86,11 +68,8 @@ def overlaps(model: torch.nn.Module) -> list[Any]:
     return [module.overlap for module in model.modules() if hasattr(module, "overlap")]
 
 
-def test_second_call_changes_nothing(workers: Workers) -> None:
-    workers.call(idempotent)
-
-
-def added_since() -> None:
+@on_ranks
+def test_second_call_takes_what_was_added() -> None:
     """A linear that came after the first enable() is overlapped by the second, unless DDP has come between them."""
     model = gpt(PLAIN)
     quietly_enable(model, OverlapConfig())
@@ -106,39 +85,25 @@ def added_since() -> None:
     assert type(model.output_layer) is OverlappedColumnParallelLinear
 
 
-def test_second_call_takes_what_was_added(workers: Workers) -> None:
-    workers.call(added_since)
-
-
-def some_slots() -> None:
-    model = gpt(PLAIN)
-    quietly_enable(model, OverlapConfig(slots=("qkv", "output")))
-    linears = {linear.name: linear for linear in report(model).linears}
-    for name in ("decoder.layers.0.self_attention.linear_qkv", "output_layer"):
-        assert (linears[name].method, linears[name].reason) == ("-", "not called yet")
-    left = linears["decoder.layers.0.mlp.linear_fc1"]
-    assert (left.method, left.reason, left.fprop) == ("megatron", "not enabled", "-")
-    assert type(model.decoder.layers[0].mlp.linear_fc1) is ColumnParallelLinear
-
-
-def test_only_the_slots_asked_for(workers: Workers) -> None:
-    workers.call(some_slots)
-
-
-def virtual_pipeline() -> None:
+@on_ranks
+def test_only_the_slots_asked_for_of_all_chunks_of_a_virtual_pipeline() -> None:
     chunks = [gpt(PLAIN), gpt(PLAIN)]
-    with contextlib.redirect_stdout(io.StringIO()):
-        names = [linear.name for linear in enable(chunks, OverlapConfig()).linears]
-    assert "chunk0.decoder.layers.0.mlp.linear_fc1" in names
-    assert "chunk1.output_layer" in names
-    assert len(names) == 2 * (2 * 4 + 1)
+    line = quietly_enable(chunks, OverlapConfig(slots=("qkv", "output"), gathered_input="keep"))
+    assert torch.distributed.get_rank() or line == (
+        "overlap_train: 6 linears in 4 layers prepared; the table follows in the first step\n"
+    )
+    linears = {linear.name: linear for linear in report(chunks).linears}
+    assert len(linears) == 2 * (2 * 4 + 1)
+    for name in ("chunk0.decoder.layers.0.self_attention.linear_qkv", "chunk1.output_layer"):
+        assert (linears[name].method, linears[name].reason) == ("-", "not called yet")
+        assert linears[name].wgrad == "GEMM with x kept"
+    left = linears["chunk0.decoder.layers.0.mlp.linear_fc1"]
+    assert (left.method, left.reason, left.fprop) == ("megatron", "not enabled", "-")
+    assert type(chunks[0].decoder.layers[0].mlp.linear_fc1) is ColumnParallelLinear
 
 
-def test_chunks_of_a_virtual_pipeline(workers: Workers) -> None:
-    workers.call(virtual_pipeline)
-
-
-def pipeline_stage() -> None:
+@on_ranks
+def test_first_pipeline_stage_needs_no_output_layer() -> None:
     """The first of two stages has no output layer, and that is no mistake."""
     stage = gpt(PLAIN)
     del stage.output_layer
@@ -149,11 +114,8 @@ def pipeline_stage() -> None:
     assert type(stage.decoder.layers[0].mlp.linear_fc1) is OverlappedColumnParallelLinear
 
 
-def test_first_pipeline_stage_needs_no_output_layer(workers: Workers) -> None:
-    workers.call(pipeline_stage)
-
-
-def mixture() -> None:
+@on_ranks
+def test_experts_are_left_alone() -> None:
     model = gpt(Recipe({**LLAMA, **MIXTURE}))
     quietly_enable(model, OverlapConfig())
     experts = [linear for linear in report(model).linears if "expert" in linear.name]
@@ -162,34 +124,21 @@ def mixture() -> None:
     assert not any(hasattr(module, "overlap") for module in model.decoder.layers[1].mlp.modules())
     dense = [linear for linear in report(model).linears if "expert" not in linear.name]
     assert all(linear.reason == "not called yet" for linear in dense)
-
-
-def test_experts_are_left_alone(workers: Workers) -> None:
-    workers.call(mixture)
-
-
-def experts_only() -> None:
-    """Where every layer has experts, no dense linear is left for fc1."""
-    config = {**LLAMA, **MIXTURE, "moe_layer_freq": [1, 1]}
-    model = gpt(Recipe(config))
+    model = gpt(Recipe({**LLAMA, **MIXTURE, "moe_layer_freq": [1, 1]}))  # no dense linear is left for fc1
     there = r"for 'fc1' \(only experts there\), 'fc2' \(only experts there\)"
-    slots = r"leave out what is missing \(--overlap-train-slots qkv,proj,output\), build"
-    with pytest.raises(ValueError, match=rf"{there}; {slots}"):
+    with pytest.raises(
+        ValueError, match=rf"{there}; leave out what is missing \(--overlap-train-slots qkv,proj,output\)"
+    ):
         enable(model, OverlapConfig())
     assert overlaps(model) == []
-    printed = quietly_enable(model, OverlapConfig(slots=("qkv", "proj", "output")))
-    assert torch.distributed.get_rank() or "5 linears in 2 layers" in printed
-
-
-def test_a_slot_of_experts_only_is_missing(workers: Workers) -> None:
-    workers.call(experts_only)
 
 
 class SomebodysLinear(RowParallelLinear):
     """A class that Megatron does not know; enable() must not overrule it."""
 
 
-def other_classes() -> None:
+@on_ranks
+def test_subclasses_are_left_alone() -> None:
     model = gpt(PLAIN)
     model.decoder.layers[0].mlp.linear_fc2.__class__ = SomebodysLinear
     quietly_enable(model, OverlapConfig())
@@ -202,43 +151,37 @@ def other_classes() -> None:
         enable(model, OverlapConfig())
 
 
-def test_subclasses_are_left_alone(workers: Workers) -> None:
-    workers.call(other_classes)
-
-
 REFUSED = {
-    "tensor_model_parallel_size": (1, "one rank"),
-    "sequence_parallel": (False, "all-gather and reduce-scatter"),
-    "tp_comm_overlap": (True, "exclude each other"),
-    "transformer_impl": ("inference_optimized", "for training"),
-    "fp8": ("e4m3", "TransformerEngine"),
-    "cpu_offloading": (True, "stays on the GPU"),
+    "tensor_model_parallel_size": (1, "one rank.*2 or more"),
+    "sequence_parallel": (False, "all-gather and reduce-scatter.*True"),
+    "tp_comm_overlap": (True, "exclude each other.*False"),
+    "transformer_impl": ("inference_optimized", "for training.*'local'"),
+    "use_transformer_engine_op_fuser": (True, "without calling.*leave out --use-transformer-engine-op-fuser"),
+    "fp8": ("e4m3", "TransformerEngine.*leave out --fp8-format"),
+    "fp4": ("e2m1", "TransformerEngine.*leave out --fp4-format"),
+    "cpu_offloading": (True, "stays on the GPU.*leave out --cpu-offloading-num-layers"),
+    "fine_grained_activation_offloading": (True, "stays on the GPU.*leave out --fine-grained-activation-offloading"),
 }
 
 
-def refused(field: str, fallback: bool) -> None:
-    model = gpt(PLAIN)
-    value, rule = REFUSED[field]
-    setattr(model.config, field, value)
-    if not fallback:
-        with pytest.raises(ValueError, match=rf"{field}={value!r}.*{rule}.*set it to .*on_unsupported='fallback'"):
+@on_ranks
+def test_settings_that_rule_out_overlap() -> None:
+    for field, (value, rule) in REFUSED.items():
+        model = gpt(PLAIN)
+        setattr(model.config, field, value)
+        with pytest.raises(ValueError, match=rf"{field}={value!r} in the.*{rule}.*on_unsupported='fallback'"):
             enable(model, OverlapConfig())
-    else:
+        assert overlaps(model) == []
         printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
         assert torch.distributed.get_rank() or f"{field}={value!r}" in printed, "never a silent switch-off"
         assert "fallback" not in printed, "that is what was asked for"
         assert torch.distributed.get_rank() or printed.startswith("overlap_train: 0 of 9 linears run our operators\n")
         assert all(x.method == "megatron" for x in report(model).linears)
-    assert not any(hasattr(module, "overlap") for module in model.modules())
+        assert overlaps(model) == []
 
 
-@pytest.mark.parametrize("fallback", [False, True], ids=["error", "fallback"])
-@pytest.mark.parametrize("field", REFUSED)
-def test_settings_that_rule_out_overlap(workers: Workers, field: str, fallback: bool) -> None:
-    workers.call(refused, field, fallback)
-
-
-def wrapped() -> None:
+@on_ranks
+def test_after_data_parallelism() -> None:
     model = wrap(PLAIN, gpt(PLAIN))
     for late in (model, model.module):
         with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel.*on the bare model"):
@@ -249,11 +192,8 @@ def wrapped() -> None:
         enable([], OverlapConfig())
 
 
-def test_after_data_parallelism(workers: Workers) -> None:
-    workers.call(wrapped)
-
-
-def missing_slot() -> None:
+@on_ranks
+def test_missing_slot_with_fallback() -> None:
     """With fallback, a missing slot leaves the others overlapped and is reported."""
     model = gpt(PLAIN)
     del model.output_layer
@@ -262,91 +202,24 @@ def missing_slot() -> None:
     assert all(linear.reason == "not called yet" for linear in report(model).linears)
 
 
-def test_missing_slot_with_fallback(workers: Workers) -> None:
-    workers.call(missing_slot)
-
-
-def no_linears() -> None:
-    with pytest.raises(
-        ValueError, match=r"slots=.*no ColumnParallelLinear or RowParallelLinear.*'qkv', 'proj'.*'output'; build"
-    ):
+@on_ranks
+def test_what_is_no_model_with_parallel_linears_or_no_config_is_refused() -> None:
+    none = r"slots=.*no ColumnParallelLinear or RowParallelLinear.*'qkv', 'proj'.*'output'; build"
+    with pytest.raises(ValueError, match=none):
         enable(torch.nn.Linear(2, 2), OverlapConfig())
-
-
-def test_settings_of_another_kind_are_refused() -> None:
     with pytest.raises(ValueError, match=r"config=\{'method': 'fused'\} must be an OverlapConfig, such as "):
         enable(torch.nn.Identity(), {"method": "fused"})  # type: ignore[arg-type]
 
 
-def test_a_model_without_parallel_linears(workers: Workers) -> None:
-    workers.call(no_linears)
-
-
-def printed_line() -> str:
-    return quietly_enable(gpt(Recipe({**LLAMA, "num_layers": 4})), OverlapConfig())
-
-
-def test_enable_prints_one_line_on_rank_zero(workers: Workers) -> None:
-    line = "overlap_train: 17 linears in 4 layers prepared; the table follows in the first step\n"
-    assert workers.call(printed_line) == [line, ""]
-
-
-def test_a_version_that_nobody_has_tried_is_named() -> None:
-    for version in ("0.16.0", "0.16.1rc3", "0.19.2", "0.20.0.dev1+gabc", "0.20.0rc0"):
-        assert enabling._untested(version) is None
-    for version in ("0.2.0", "0.9.0", "0.15.3", "0.21.0", "1.0.0"):
-        assert enabling._untested(version) == (
-            f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
-        )
-
-
-def untested_line(overlaps: bool) -> str:
-    model = gpt(PLAIN)
-    model.config.cpu_offloading = not overlaps
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron.core, "__version__", "0.15.3")
-        return quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
-
-
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_it_is_named_on_rank_zero(workers: Workers, overlaps: bool) -> None:
-    told, silent = workers.call(untested_line, overlaps)
-    assert "\noverlap_train: Megatron-Core 0.15.3 was not tested" in told and silent == ""
-    assert ("0 of 9 linears run our operators" in told) is not overlaps
-
-
-def printed_line_of_a_layer() -> str:
-    return quietly_enable(gpt(Recipe({**LLAMA, "num_layers": 1})), OverlapConfig())
-
-
-def test_a_single_layer_is_no_layers(workers: Workers) -> None:
-    assert "5 linears in 1 layer prepared" in workers.call(printed_line_of_a_layer)[0]
-
-
-def test_like_linears_share_a_row() -> None:
-    def linear(layer: int, reason: str) -> LinearReport:
-        return LinearReport(f"decoder.layers.{layer}.mlp.linear_fc1", "fc1", "-", "-", "-", "megatron", reason)
-
-    lines = str(Report(tuple(linear(k, "frozen weight" if k == 3 else "expert") for k in (0, 1, 2, 3, 5)))).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == [
-        "decoder.layers.0-2,5.mlp.linear_fc1",
-        "decoder.layers.3.mlp.linear_fc1",
-    ]
-
-
-def kept_input() -> Any:
-    model = gpt(PLAIN)
-    quietly_enable(model, OverlapConfig(gathered_input="keep"))
-    return {linear.slot: linear.wgrad for linear in report(model).linears}
-
-
-def test_report_says_what_backward_does_about_the_input(workers: Workers) -> None:
-    wgrad = workers.call(kept_input)[0]
-    assert wgrad["qkv"] == wgrad["fc1"] == wgrad["output"] == "GEMM with x kept"
-    assert wgrad["proj"] == wgrad["fc2"] == "GEMM with the gathered dy"
-
-
-def test_config_helper_has_no_hidden_refusal() -> None:
-    """The models of these tests really meet the conditions, so a refusal above is about the field it names."""
-    config = model_config(**LLAMA)
-    assert (config.tensor_model_parallel_size, config.sequence_parallel, config.tp_comm_overlap) == (2, True, False)
+@on_ranks
+def test_a_version_that_nobody_has_tried_is_named_on_rank_zero() -> None:
+    for version in ("0.2.0", "0.15.3", "0.16.1rc3", "0.19.2", "0.20.0.dev1+gabc", "0.21.0", "1.0.0"):
+        is_tried = version.startswith(("0.16", "0.19", "0.20"))
+        for overlaps_now in (True, False):
+            model = gpt(PLAIN)
+            model.config.cpu_offloading = not overlaps_now
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(megatron.core, "__version__", version)
+                told = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
+            says = f"\noverlap_train: Megatron-Core {version} was not tested" in told
+            assert says == (torch.distributed.get_rank() == 0 and not is_tried)

@@ -11,7 +11,7 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import provide_accumulation_fusion
 from tests.megatron.linears import Pair, column_pair, integers, row_pair, run
 from tests.megatron.test_path_matrix import column_input, row_input
-from tests.megatron.workers import Workers
+from tests.megatron.workers import Workers, on_ranks
 
 KINDS = ("column", "row")
 START = 5.0  # what main_grad holds before: an earlier microbatch
@@ -75,24 +75,19 @@ def tied_weights_of_a_later_stage(kind: str) -> None:
     assert weight.grad_added_to_main_grad, "nothing else on this stage embeds by it"
 
 
-def switched_off(kind: str) -> None:
-    pair, x = make(kind, main_grad="off")
-    as_in_ddp(pair.overlapped.weight)
-    returned_in_grad(pair, x)
-
-
-def sixteen_bit_main_grad(kind: str) -> None:
-    """grad_reduce_in_fp32=False: DDP's hook adds weight.grad itself."""
-    pair, x = make(kind)
-    as_in_ddp(pair.overlapped.weight, torch.bfloat16)
-    returned_in_grad(pair, x)
-
-
-def not_ddp(kind: str) -> None:
-    """A main_grad that nobody has marked belongs to somebody who reads weight.grad, as Megatron leaves it."""
-    pair, x = make(kind)
-    pair.overlapped.weight.main_grad = torch.full_like(pair.overlapped.weight, START)
-    returned_in_grad(pair, x)
+def returned(kind: str) -> None:
+    """Switched off; a 16-bit main_grad, to which DDP's hook adds weight.grad itself; one that nobody has marked, which belongs to
+    somebody who reads weight.grad, as Megatron leaves it."""
+    for config, dtype, is_marked in (
+        ("off", None, True),
+        ("accumulate", torch.bfloat16, True),
+        ("accumulate", None, False),
+    ):
+        pair, x = make(kind, main_grad=config)
+        as_in_ddp(pair.overlapped.weight, dtype or torch.float32)
+        if not is_marked:
+            del pair.overlapped.weight.grad_added_to_main_grad
+        returned_in_grad(pair, x)
 
 
 def returned_in_grad(pair: Pair, x: torch.Tensor) -> None:
@@ -153,7 +148,13 @@ def as_ddps_hook(weight: torch.nn.Parameter) -> None:
     weight.grad = None
 
 
-def mixed_paths(kind: str, fusion: bool, main_grad: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
+@on_ranks
+def test_calls_that_fall_back_do_as_overlapped_ones(
+    kind: str, fusion: bool, main_grad: str, dtype: torch.dtype
+) -> None:
     """Once DDP's mark is set, DDP ignores weight.grad: all calls of a step must add into main_grad, or all return."""
     provide_accumulation_fusion()
     added = main_grad == "accumulate" and (fusion or dtype == torch.float32)
@@ -171,15 +172,6 @@ def mixed_paths(kind: str, fusion: bool, main_grad: str, dtype: torch.dtype) -> 
         assert expected.abs().max() < 100, "bf16 holds all sums of it"
         assert torch.equal(linear.weight.main_grad.float(), START + 2 * expected)
         assert pair.counts == (1, {"evaluation mode": 1})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
-def test_calls_that_fall_back_do_as_overlapped_ones(
-    workers: Workers, kind: str, fusion: bool, main_grad: str, dtype: torch.dtype
-) -> None:
-    workers.call(mixed_paths, kind, fusion, main_grad, dtype)
 
 
 def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
@@ -216,9 +208,7 @@ def fused_by_fsdp(kind: str) -> None:
         accumulated_from_bf16,
         zeros_for_tied_weights,
         tied_weights_of_a_later_stage,
-        switched_off,
-        sixteen_bit_main_grad,
-        not_ddp,
+        returned,
         fusion_without_ddp,
         hooks_of_a_user,
         fsdp,

@@ -69,17 +69,12 @@ def _of_sum_over_rows(formula: Any, name: str, x: torch.Tensor, dy: torch.Tensor
 
 
 @pytest.mark.parametrize("normalization", FORMULA)
-def test_fp32_residual_into_16_bit_norm(normalization: str) -> None:
-    """fp32_residual_connection feeds fp32 rows to a bf16 model: the linear behind the norm needs bf16."""
-    norm = build(normalization, params_dtype=torch.bfloat16)
-    assert norm(torch.randn(4, 1, HIDDEN)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("normalization", FORMULA)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parameters_are_marked(normalization: str, sequence_parallel: bool) -> None:
     norm = build(normalization, sequence_parallel=sequence_parallel)
     assert all(parameter.sequence_parallel is sequence_parallel for parameter in norm.parameters())
+    fp32_residuals = build(normalization, params_dtype=torch.bfloat16)(torch.randn(4, 1, HIDDEN))
+    assert fp32_residuals.dtype == torch.bfloat16, "the linear behind the norm needs bf16"
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

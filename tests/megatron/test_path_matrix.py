@@ -28,7 +28,7 @@ from tests.megatron.linears import (
     row_pair,
     run,
 )
-from tests.megatron.workers import Workers
+from tests.megatron.workers import on_ranks
 
 METHODS = ("chunked", "collective")
 
@@ -51,27 +51,18 @@ def check(pair: Pair, x: torch.Tensor, reason: str | None, **arguments: Any) -> 
     assert pair.counts == ((1, {}) if reason is None else (0, {reason: 1}))
 
 
-def column(method: str, arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("arguments", [{"bias": False}, {"skip_bias_add": False}, {"skip_bias_add": True}], ids=str)
+@on_ranks
+def test_linears_overlap(method: str, arguments: dict[str, Any]) -> None:
     check(column_pair(OverlapConfig(method=method), **arguments), column_input(), reason=None)
-
-
-def row(method: str, arguments: dict[str, Any]) -> None:
     check(row_pair(OverlapConfig(method=method), **arguments), row_input(), reason=None)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("arguments", [{"bias": False}, {"skip_bias_add": False}, {"skip_bias_add": True}], ids=str)
-def test_column_overlaps(workers: Workers, method: str, arguments: dict[str, Any]) -> None:
-    workers.call(column, method, arguments)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("arguments", [{"bias": False}, {"skip_bias_add": False}, {"skip_bias_add": True}], ids=str)
-def test_row_overlaps(workers: Workers, method: str, arguments: dict[str, Any]) -> None:
-    workers.call(row, method, arguments)
-
-
-def sixteen_bits(method: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_ranks
+def test_sixteen_bit_linears_overlap(method: str, dtype: torch.dtype) -> None:
     """Sums stay below 256, so that even bf16 holds each of them exactly."""
     changes = {"config_changes": {"params_dtype": dtype}}
     overlap = OverlapConfig(method=method)
@@ -79,21 +70,13 @@ def sixteen_bits(method: str, dtype: torch.dtype) -> None:
     check(row_pair(overlap, **changes), row_input().to(dtype), reason=None)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sixteen_bit_linears_overlap(workers: Workers, method: str, dtype: torch.dtype) -> None:
-    workers.call(sixteen_bits, method, dtype)
-
-
-def column_keeps_gathered_input() -> None:
+@on_ranks
+def test_column_overlaps_with_the_gathered_input_kept() -> None:
     check(column_pair(OverlapConfig(gathered_input="keep")), column_input(), reason=None)
 
 
-def test_column_overlaps_with_the_gathered_input_kept(workers: Workers) -> None:
-    workers.call(column_keeps_gathered_input)
-
-
-def tied_weight() -> None:
+@on_ranks
+def test_output_layer_with_tied_weight_overlaps() -> None:
     """The output layer has no weight of its own where embeddings are tied; multi-token prediction calls it
     repeatedly."""
     pair = column_pair(bias=False, skip_weight_param_allocation=True)
@@ -109,33 +92,24 @@ def tied_weight() -> None:
     assert pair.counts == (2, {})
 
 
-def test_output_layer_with_tied_weight_overlaps(workers: Workers) -> None:
-    workers.call(tied_weight)
-
-
-def gathered_output(at_run_time: bool) -> None:
+@pytest.mark.parametrize("at_run_time", [False, True], ids=["gather_output", "runtime_gather_output"])
+@on_ranks
+def test_gathering_the_output_stays_megatrons(at_run_time: bool) -> None:
     pair = column_pair(gather_output=not at_run_time)
     check(pair, column_input(), reason=None, **({"runtime_gather_output": True} if at_run_time else {}))
     assert run(pair.overlapped, column_input(), runtime_gather_output=True)["y"].shape[-1] == FEATURES_OUT
 
 
-@pytest.mark.parametrize("at_run_time", [False, True], ids=["gather_output", "runtime_gather_output"])
-def test_gathering_the_output_stays_megatrons(workers: Workers, at_run_time: bool) -> None:
-    workers.call(gathered_output, at_run_time)
-
-
-def without_sequence_parallelism() -> None:
+@on_ranks
+def test_tensor_parallelism_without_sequence_parallelism_falls_back() -> None:
     changes = {"config_changes": {"sequence_parallel": False}}
     reason = "no sequence parallelism: the linear all-reduces"
     check(column_pair(**changes), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
     check(row_pair(**changes), row_input(), reason)
 
 
-def test_tensor_parallelism_without_sequence_parallelism_falls_back(workers: Workers) -> None:
-    workers.call(without_sequence_parallelism)
-
-
-def sequence_parallelism_toggled() -> None:
+@on_ranks
+def test_attributes_are_read_on_every_call() -> None:
     """GPTModel switches it off on the output layer for inference, after construction, and back on."""
     pair = column_pair()
     for linear in (pair.own, pair.overlapped):
@@ -146,21 +120,15 @@ def sequence_parallelism_toggled() -> None:
     assert pair.counts[0] == 1
 
 
-def test_attributes_are_read_on_every_call(workers: Workers) -> None:
-    workers.call(sequence_parallelism_toggled)
-
-
-def one_rank() -> None:
+@on_ranks
+def test_tensor_parallel_size_one_falls_back() -> None:
     reason = "tensor-parallel size 1: nothing to communicate"
     check(column_pair(tensor_parallel=1), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
     check(row_pair(tensor_parallel=1), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
 
 
-def test_tensor_parallel_size_one_falls_back(workers: Workers) -> None:
-    workers.call(one_rank)
-
-
-def frozen() -> None:
+@on_ranks
+def test_frozen_weight_falls_back() -> None:
     for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
         pair.own.weight.requires_grad_(False)
         pair.overlapped.weight.requires_grad_(False)
@@ -171,14 +139,11 @@ def frozen() -> None:
         assert pair.counts == (1, {"frozen weight": 1}), "overlaps once it is trained again"
 
 
-def test_frozen_weight_falls_back(workers: Workers) -> None:
-    workers.call(frozen)
-
-
 EXPERT = "expert: the token dispatcher communicates, not the linear"
 
 
-def shared_expert() -> None:
+@on_ranks
+def test_explicit_expert_communication_falls_back() -> None:
     """SharedExpertMLP sets explicit_expert_comm on linears after construction: then the linear must not communicate."""
     for pair, x in ((column_pair(), column_input()), (row_pair(skip_bias_add=True), row_input())):
         pair.own.explicit_expert_comm = pair.overlapped.explicit_expert_comm = True
@@ -186,31 +151,22 @@ def shared_expert() -> None:
         assert run(pair.overlapped, x)["y"].shape[0] == x.shape[0]
 
 
-def test_explicit_expert_communication_falls_back(workers: Workers) -> None:
-    workers.call(shared_expert)
-
-
-def expert() -> None:
+@on_ranks
+def test_expert_linears_fall_back() -> None:
     check(column_pair(is_expert=True), column_input(), EXPERT)
     check(row_pair(is_expert=True, skip_bias_add=True), row_input(), EXPERT)
-
-
-def test_expert_linears_fall_back(workers: Workers) -> None:
-    workers.call(expert)
-
-
-def disable_grad_reduce() -> None:
-    check(column_pair(disable_grad_reduce=True), column_input(), REASON_NO_REDUCE)
 
 
 REASON_NO_REDUCE = "disable_grad_reduce: the caller reduces the input's gradient"
 
 
-def test_disabled_gradient_reduction_falls_back(workers: Workers) -> None:
-    workers.call(disable_grad_reduce)
+@on_ranks
+def test_disabled_gradient_reduction_falls_back() -> None:
+    check(column_pair(disable_grad_reduce=True), column_input(), REASON_NO_REDUCE)
 
 
-def evaluation() -> None:
+@on_ranks
+def test_evaluation_mode_falls_back() -> None:
     for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
         pair.own.eval()
         pair.overlapped.eval()
@@ -220,11 +176,8 @@ def evaluation() -> None:
         assert pair.counts[0] == 1
 
 
-def test_evaluation_mode_falls_back(workers: Workers) -> None:
-    workers.call(evaluation)
-
-
-def autocast() -> None:
+@on_ranks
+def test_autocast_to_another_dtype_falls_back() -> None:
     """Forward only: Megatron's own backward of a column linear reduces bf16 into fp32 here, which gloo refuses."""
     for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -233,11 +186,8 @@ def autocast() -> None:
         assert pair.counts == (0, {"autocast to torch.bfloat16 of torch.float32 tensors": 1})
 
 
-def test_autocast_to_another_dtype_falls_back(workers: Workers) -> None:
-    workers.call(autocast)
-
-
-def recompute() -> None:
+@on_ranks
+def test_recomputation_inside_backward() -> None:
     """Full and selective recomputation: the first forward runs without autograd, the second inside backward."""
     for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
         results = []
@@ -250,11 +200,9 @@ def recompute() -> None:
         assert pair.counts == (2, {})
 
 
-def test_recomputation_inside_backward(workers: Workers) -> None:
-    workers.call(recompute)
-
-
-def in_flight(reverse: bool) -> None:
+@pytest.mark.parametrize("reverse", [False, True], ids=["first in, first out", "last in, first out"])
+@on_ranks
+def test_microbatches_in_flight(reverse: bool) -> None:
     """Pipeline schedules run several forwards before the first backward: nothing saved may live in a reused buffer."""
     for make, shard in ((column_pair, column_input), (row_pair, row_input)):
         pair = make()
@@ -271,12 +219,8 @@ def in_flight(reverse: bool) -> None:
         assert pair.counts == (3, {})
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["first in, first out", "last in, first out"])
-def test_microbatches_in_flight(workers: Workers, reverse: bool) -> None:
-    workers.call(in_flight, reverse)
-
-
-def changing_lengths() -> None:
+@on_ranks
+def test_sequence_length_may_change_between_calls() -> None:
     column_linears, row_linears = column_pair(), row_pair()
     lengths = (4, 16, 2, 10)
     for length in lengths:
@@ -287,11 +231,8 @@ def changing_lengths() -> None:
     assert column_linears.counts == row_linears.counts == (len(lengths), {})
 
 
-def test_sequence_length_may_change_between_calls(workers: Workers) -> None:
-    workers.call(changing_lengths)
-
-
-def indivisible() -> None:
+@on_ranks
+def test_indivisible_sequence_is_megatrons_error() -> None:
     pair = row_pair()
     for linear in (pair.own, pair.overlapped):
         with pytest.raises(AssertionError, match="divisible"):
@@ -299,11 +240,9 @@ def indivisible() -> None:
     assert pair.counts == (0, {"sequence of 7 is not divisible by the 2 ranks": 1})
 
 
-def test_indivisible_sequence_is_megatrons_error(workers: Workers) -> None:
-    workers.call(indivisible)
-
-
-def deferred_weight_gradient(main_grad: str) -> None:
+@pytest.mark.parametrize("main_grad", ["accumulate", "off"])
+@on_ranks
+def test_deferred_weight_gradient_falls_back(main_grad: str) -> None:
     """With defer_embedding_wgrad_compute the output layer puts dy aside, and Megatron computes dW after the
     pipeline."""
     pair, buffers = column_pair(OverlapConfig(main_grad=main_grad), bias=False), []
@@ -320,12 +259,8 @@ def deferred_weight_gradient(main_grad: str) -> None:
     assert len(buffers[0]) == 1
 
 
-@pytest.mark.parametrize("main_grad", ["accumulate", "off"])
-def test_deferred_weight_gradient_falls_back(workers: Workers, main_grad: str) -> None:
-    workers.call(deferred_weight_gradient, main_grad)
-
-
-def not_contiguous() -> None:
+@on_ranks
+def test_inputs_that_are_not_contiguous() -> None:
     for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
         transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
         assert not transposed.is_contiguous()
@@ -336,7 +271,3 @@ def not_contiguous() -> None:
             y.backward(integers(y.size(1), y.size(0), y.size(2)).transpose(0, 1))
             results.append({"y": y, "grad of x": leaf.grad, "grad of weight": linear.weight.grad})
         assert_same(*results)
-
-
-def test_inputs_that_are_not_contiguous(workers: Workers) -> None:
-    workers.call(not_contiguous)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import subprocess
 import sys
-import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import overlap_train.integrations.megatron as integration
-from overlap_train import OverlapConfig, flags
-from overlap_train.integrations.megatron.attention.self_attention import UlyssesSelfAttention
-from overlap_train.integrations.megatron.enabling import enable, first_table
-from overlap_train.integrations.megatron.launcher import script
-from overlap_train.integrations.megatron.launcher.after_import import after_import
-from overlap_train.integrations.megatron.launcher.hooks import ScriptHooks
-from overlap_train.integrations.megatron.launcher.patches import without_makefile
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import enabling, graphing
+from overlap_train.integrations.megatron import launcher as script
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.hooks import ScriptHooks, without_makefile
+from overlap_train.integrations.megatron.linears import LinearOverlap
 from overlap_train.integrations.megatron.packed import cut_of
 
 OVERLAP = OverlapConfig(method="chunked")
@@ -85,32 +83,15 @@ def test_a_refusal_is_one_line_of_rank_0(
 ):
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
-        assert script.main([str(user_script), "--overlap-train-method", "chunked"]) == 2
-        assert capsys.readouterr().err.count("overlap_train: error: ") == lines
+        assert script.main([str(user_script), "--overlap-train", "--overlap-train-timeout-s", "-1"]) == 2
+        said = capsys.readouterr().err
+        assert said.count("overlap_train: error: timeout_s=-1") == said.count("\n") == lines
 
 
-def test_rank_0_has_time_to_say_it(user_script: Path, monkeypatch: pytest.MonkeyPatch):
-    """torchrun ends all ranks when the first one has ended, and rank 0 may still be importing."""
-    waited: list[float] = []
-    monkeypatch.setattr(flags.time, "sleep", waited.append)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
-    for rank, expected in (("0", []), ("1", [flags.RANK_0_S])):
-        monkeypatch.setenv("RANK", rank)
-        assert script.main([str(user_script), "--overlap-train-method", "chunked"]) == 2
-        assert waited == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no script given"),
-        (["--overlap-train", "x.py"], "--overlap-train stands where"),
-        (["no.py"], "no such file"),
-    ],
-)
-def test_a_command_without_a_script_is_refused(words: list[str], message: str):
-    with pytest.raises(script.CommandError, match=message):
-        script.parse(words)
+def test_a_command_without_a_script_is_refused():
+    for words, message in (([], "no script given"), (["--lr"], "--lr stands where"), (["no.py"], "no such file")):
+        with pytest.raises(script.CommandError, match=message):
+            script.parse(words)
 
 
 MISSING = "Megatron-Core is not installed in this environment: pip install 'megatron-core>=0.16,<0.20' psutil"
@@ -137,19 +118,6 @@ def test_a_missing_megatron_is_one_line_with_the_way_to_install_it(
     assert errors == f"overlap_train: error: {MISSING}\n"
 
 
-def test_enable_without_megatron_names_the_packages_of_our_extra():
-    code = (
-        "import sys; sys.modules['megatron'] = None; import overlap_train.integrations.megatron as ours\n"
-        "try: ours.enable\nexcept ImportError as error: print(error)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ended.stdout == f"overlap_train.integrations.megatron.enable: {MISSING}\n"
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    assert all(requirement in MISSING for requirement in extras["megatron"])
-
-
 def test_every_public_name_is_found():
     assert all(getattr(integration, name) is not None for name in integration.__all__)
     with pytest.raises(AttributeError, match="no attribute 'announce'"):
@@ -164,34 +132,18 @@ def test_flags_become_the_config(user_script: Path):
     assert script.parse([str(user_script), "--seq-length", "8"]).overlap is None
 
 
-def test_an_action_comes_before_anybody_takes_names_out_of_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    package = tmp_path / "after_import_case"
-    package.mkdir()
-    (package / "__init__.py").write_text("from .inner import f\n")
-    (package / "inner.py").write_text("def f():\n    return 'own'\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[str] = []
-
-    def replace(module: ModuleType) -> None:
-        seen.append(module.__spec__.loader.__class__.__name__)
-        module.f = lambda: "hooked"
-
-    with after_import({"after_import_case.inner": replace, "never.imported": pytest.fail}):
-        import after_import_case
-
-        importlib.reload(after_import_case.inner)  # a second time without the action
-    assert after_import_case.f() == "hooked"
-    assert seen == ["SourceFileLoader"]  # and not ours
-    with after_import({"after_import_case.inner": replace}):  # already there
-        assert len(seen) == 2
-    assert not any(type(finder).__name__ == "_Finder" for finder in sys.meta_path)
-
-
-def layout_of(setup: Callable[..., Any], log: Callable[..., Any] | None = None) -> ModuleType:
+def layout_of(setup: Callable[..., Any]) -> ModuleType:
     """A megatron.training.training with these functions, unhooked."""
     module = ModuleType(TRAINING)
     module.setup_model_and_optimizer = setup
-    module.training_log = log or (lambda loss_dict, iteration: "logged")
+    module.training_log = lambda loss_dict, iteration: "logged"
+    return module
+
+
+def hooked(setup: Callable[..., Any]) -> ModuleType:
+    """A megatron.training.training of which the launcher has hold."""
+    module = layout_of(setup)
+    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
     return module
 
 
@@ -199,7 +151,7 @@ def layout_of(setup: Callable[..., Any], log: Callable[..., Any] | None = None) 
 def enabled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, OverlapConfig | None]]:
     """(number of chunks, config) of each call of enable()."""
     calls: list[tuple[int, OverlapConfig | None]] = []
-    monkeypatch.setattr(enable, "enable", lambda chunks, config: calls.append((len(chunks), config)))
+    monkeypatch.setattr(enabling, "enable", lambda chunks, config: calls.append((len(chunks), config)))
     return calls
 
 
@@ -237,22 +189,14 @@ def test_a_model_provider_is_followed_by_enable(enabled: list[Any], arguments: S
         (setup_of_016, lambda f: f(lambda **stage: torch.nn.Identity(), "gpt", checkpointing_context={})),
         (setup_of_019, lambda f: f("gpt", model_provider_func=lambda **stage: torch.nn.Identity())),
     ):
-        module = layout_of(setup)
-        ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+        module = hooked(setup)
         assert len(call(module.setup_model_and_optimizer)) == 3
+        assert module.training_log({}, 1) == "logged"
     assert enabled == [(1, OVERLAP)] * 2
-
-
-def test_chunks_of_a_virtual_pipeline_are_enabled_together(enabled: list[Any], arguments: SimpleNamespace):
     arguments.virtual_pipeline_model_parallel_size, arguments.pipeline_model_parallel_size = 3, 2
-
-    def setup(model_provider_func: Any, model_type: Any) -> Any:
-        return [model_provider_func(vp_stage=stage) for stage in range(3)]
-
-    module = layout_of(setup)
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
-    module.setup_model_and_optimizer(lambda vp_stage: torch.nn.Identity(), "gpt")
-    assert enabled == [(3, OVERLAP)]
+    chunked = hooked(lambda model_provider_func: [model_provider_func(vp_stage=stage) for stage in range(3)])
+    chunked.setup_model_and_optimizer(lambda vp_stage: torch.nn.Identity())
+    assert enabled[2:] == [(3, OVERLAP)], "chunks of a virtual pipeline are enabled together"
 
 
 def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: SimpleNamespace):
@@ -272,8 +216,7 @@ def attention_of_script(arguments: SimpleNamespace, masks_documents: bool | None
     torch.nn.Module.__init__(attention)
     attention.config, other = SimpleNamespace(), torch.nn.Identity()
     other.config = None  # type: ignore[assignment] # whatever a module calls so
-    module = layout_of(setup_of_016)
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module = hooked(setup_of_016)
     module.setup_model_and_optimizer(lambda **stage: torch.nn.Sequential(other, attention), "gpt")
     return attention
 
@@ -317,10 +260,11 @@ def test_packs_that_say_how_they_are_cut_are_refused_with_a_loader_that_cuts_oth
 def test_a_build_that_is_not_known_is_an_error(
     enabled: list[Any], arguments: SimpleNamespace, setup: Any, call: dict[str, Any], message: str
 ):
-    module = layout_of(setup)
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module = hooked(setup)
     with pytest.raises(RuntimeError, match=message):
         module.setup_model_and_optimizer(**call)
+    with pytest.raises(RuntimeError, match="training has begun, and no model was built"):
+        module.training_log({}, 1)
 
 
 @pytest.mark.parametrize("missing", ["setup_model_and_optimizer", "training_log"])
@@ -329,31 +273,6 @@ def test_a_hook_without_its_place_is_an_error_at_import(missing: str):
     delattr(module, missing)
     with pytest.raises(RuntimeError, match=f"this Megatron's {TRAINING} has no {missing}.*core_v0.16 to 0.20-dev"):
         ScriptHooks(OVERLAP).by_module()[TRAINING](module)
-
-
-def test_training_of_a_model_that_was_built_past_the_hooks_stops_at_its_first_log():
-    module = layout_of(setup_of_016)
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
-    with pytest.raises(RuntimeError, match="training has begun, and no model was built"):
-        module.training_log({}, 1)
-
-
-def test_a_training_log_returns_what_megatrons_returns(enabled: list[Any], arguments: SimpleNamespace):
-    module = layout_of(setup_of_016)
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
-    module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
-    assert module.training_log({}, 1) == "logged"
-
-
-def test_a_script_that_never_trained_prints_its_table_at_the_end(
-    enabled: list[Any], arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-):
-    hooks, module, asked = ScriptHooks(OVERLAP), layout_of(setup_of_016), []
-    monkeypatch.setattr(first_table, "print_table", asked.append)
-    hooks.by_module()[TRAINING](module)
-    chunks, *_ = module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
-    hooks.finish()
-    assert asked == [chunks]
 
 
 def test_without_our_flag_the_training_module_is_left_alone_and_the_parser_knows_the_flags():
@@ -392,3 +311,68 @@ def test_helpers_are_compiled_only_where_there_is_a_makefile(tmp_path: Path, mon
     (tmp_path / "Makefile").touch()
     hooked()
     assert helpers_case.CALLS == [1]
+
+
+FULL = "megatron.core.full_cuda_graph"
+
+
+def test_megatrons_graph_wrapper_brackets_training_that_it_captures_and_its_graphs_are_released(
+    enabled: list[Any], arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    """Each group whose linears overlap is bracketed once; validation and passes that are not captured are left alone."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def graphed(group: str) -> Iterator[None]:
+        events.append(f"begin {group}")
+        yield
+        events.append(f"end {group}")
+
+    def linear(group: str, calls: int) -> torch.nn.Module:
+        module = torch.nn.Linear(1, 1)
+        module.tp_group = group  # type: ignore[assignment]
+        module.overlap = LinearOverlap(OverlapConfig(), "fc1", "fc1", overlapped_calls=calls)  # type: ignore[assignment]
+        return module
+
+    monkeypatch.setattr(graphing, "graphed", graphed)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
+    model = torch.nn.ModuleDict(
+        {"linear_qkv": linear("tp", 2), "linear_fc1": linear("tp", 1), "output_layer": linear("last", 1)}
+    )
+    module, hooks = ModuleType(FULL), ScriptHooks(OVERLAP)
+    module.FullCudaGraphWrapper = FullCudaGraphWrapper
+    hooks.by_module()[FULL](module)
+    wrapper = module.FullCudaGraphWrapper(lambda **kwargs: events.append("passes"), cuda_graph_warmup_steps=2)
+    assert isinstance(wrapper, FullCudaGraphWrapper) and wrapper.cuda_graph_warmup_steps == 2
+    for is_captured, forward_only in ((True, False), (True, True), (False, False)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=is_captured: answer)
+        wrapper.forward_backward_func(model=[model], forward_only=forward_only)
+    assert events == ["begin tp", "begin last", "passes", "end last", "end tp", "passes", "passes"]
+    with graphing.graphed_model(linear("tp", 0)):
+        assert len(events) == 7, "a model that has not overlapped has no barriers"
+    resets: list[str] = []
+    graph = SimpleNamespace(reset=lambda: resets.append("training"))
+    monkeypatch.setattr(FullCudaGraphWrapper, "cuda_graph", {"training": graph, "validation": None})
+    training = layout_of(setup_of_016)
+    hooks.by_module()[TRAINING](training)
+    training.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
+    hooks.finish()
+    hooks.finish()
+    assert resets == ["training"] and not any(FullCudaGraphWrapper.cuda_graph.values()), "NCCL would wait for them"
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [({}, "1 GiB"), ({"makes": False}, None), ({"seq_length": 8192}, None), ({"reset_attention_mask": True}, None)],
+    ids=str,
+)
+def test_large_masks_that_nobody_needs_are_named(
+    enabled: list[Any], arguments: SimpleNamespace, capsys: pytest.CaptureFixture[str], changes: Any, size: str | None
+):
+    settings = {"seq_length": 32768, "makes": True, **changes}
+    arguments.create_attention_mask_in_dataloader = settings.pop("makes")
+    vars(arguments).update(settings)
+    module = hooked(setup_of_016)
+    module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
+    said = capsys.readouterr().out
+    assert (f"32768 x 32768 ({size})" in said and "--no-create-attention-mask-in-dataloader" in said) == bool(size)

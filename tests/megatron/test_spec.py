@@ -12,18 +12,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import (
-    LayerNorm,
-    OverlappedColumnParallelLinear,
-    RMSNorm,
-    SDPACoreAttention,
-    gpt_block_spec,
-)
+from overlap_train.integrations.megatron import LayerNorm, RMSNorm, SDPACoreAttention, gpt_block_spec
 from tests.megatron import layout
 from tests.megatron.linears import model_config
-from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, quietly_enable
-from tests.megatron.workers import Workers
+from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY
+from tests.megatron.workers import on_ranks
 
 MIXTURE = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_balancing_type": "none"}
 
@@ -44,7 +37,8 @@ def linear_types(model: torch.nn.Module) -> dict[str, type]:
     return dict(zip(("qkv", "proj", "fc1", "fc2"), map(type, linears), strict=True))
 
 
-def without_overlap() -> None:
+@on_ranks
+def test_norms_and_attention_are_exchanged() -> None:
     for normalization, norm in (("RMSNorm", RMSNorm), ("LayerNorm", LayerNorm)):
         config = model_config(normalization=normalization, qk_layernorm=True)
         model = build(config)
@@ -56,11 +50,8 @@ def without_overlap() -> None:
         assert type(model.decoder.final_layernorm) is norm
 
 
-def test_norms_and_attention_are_exchanged(workers: Workers) -> None:
-    workers.call(without_overlap)
-
-
-def same_keys() -> None:
+@on_ranks
+def test_checkpoint_keys_and_results_of_the_local_spec() -> None:
     """Without sequence parallelism Megatron's own local spec can be built: keys must be the same."""
     config = model_config(sequence_parallel=False, **LLAMA, qk_layernorm=True)
     own = build(config, lambda config: get_gpt_decoder_block_spec(config, False, normalization="RMSNorm"))
@@ -74,42 +65,13 @@ def same_keys() -> None:
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-5)
 
 
-def test_checkpoint_keys_and_results_of_the_local_spec(workers: Workers) -> None:
-    workers.call(same_keys)
-
-
-def as_spec_flag() -> None:
+@on_ranks
+def test_called_by_the_spec_flag() -> None:
     """Megatron 0.19 calls what `--spec` names with a config that holds the TransformerConfig."""
     config = model_config(**LLAMA)
     model = build(config, lambda config: gpt_block_spec(SimpleNamespace(transformer=config), vp_stage=None))
     assert type(model.decoder.final_layernorm) is RMSNorm
     assert len(model.decoder.layers) == config.num_layers
-
-
-def test_called_by_the_spec_flag(workers: Workers) -> None:
-    workers.call(as_spec_flag)
-
-
-def mixture() -> None:
-    config = model_config(**LLAMA, **MIXTURE)
-    model = build(config)
-    quietly_enable(model, OverlapConfig())
-    expert = model.decoder.layers[1].mlp.experts.local_experts[0]
-    assert (type(expert.linear_fc1), type(expert.linear_fc2)) == (ColumnParallelLinear, RowParallelLinear)
-    assert type(model.decoder.layers[1].self_attention.linear_qkv) is OverlappedColumnParallelLinear
-    assert type(model.decoder.layers[0].mlp.linear_fc1) is OverlappedColumnParallelLinear
-
-
-def test_experts_stay_megatrons(workers: Workers) -> None:
-    workers.call(mixture)
-
-
-def refusals() -> None:
-    config = model_config()
     config.multi_latent_attention = True
     with pytest.raises(ValueError, match=r"multi_latent_attention=True.*enable\(\)"):
         gpt_block_spec(config)
-
-
-def test_refusals(workers: Workers) -> None:
-    workers.call(refusals)

@@ -17,16 +17,16 @@ from tests.megatron import layout, ulysses
 from tests.megatron.linears import model_config
 from tests.megatron.models import LLAMA
 from tests.megatron.ulysses import Run
-from tests.megatron.workers import Workers
+from tests.megatron.workers import Workers, on_ranks
 
 OVERLAP = OverlapConfig(method="collective")
 SETTINGS = {
     "gate": ({"attention_output_gate": True},
-             r"attention_output_gate=True: .*set it to False\. To train without our exchange, set cp_comm_type"),
+             r"attention_output_gate=True: .*set it to False; take .* with cp_comm_type"),
     "softmax": ({"softmax_type": "off-by-one"}, r"softmax_type='off-by-one': .*heads.*'vanilla'"),
     "clip": ({"qk_clip": True}, r"cp_comm_type='a2a' in the model's config, but qk_clip=True: .*logits"),
     "heads": ({"num_attention_heads": 3, "kv_channels": 8, "num_query_groups": 3},
-              r"heads per TP rank: heads.query=3 .* divides 3\. To train without"),
+              r"heads per TP rank: heads.query=3 .* divides 3; take "),
     "window": ({"window_size": (4, 0)}, r"config.window_size=\(4, 0\): sliding windows"),
     "ring": ({"cp_comm_type": "p2p"}, r"cp_comm_type='p2p': .*--cp-comm-type a2a"),
     "default": ({"cp_comm_type": None}, r"cp_comm_type=None: .*--cp-comm-type a2a"),
@@ -47,7 +47,8 @@ def test_settings(workers: Workers, case: str) -> None:
         assert re.search(said, text), text
 
 
-def calls() -> None:
+@on_ranks
+def test_calls() -> None:
     """Refused before anything is exchanged; a rank that raises alone would leave the others waiting."""
     model = ulysses.gpt(Run(context_parallel=2, overlap=OVERLAP))
     attention, x = model.decoder.layers[0].self_attention, torch.zeros(8, 2, 32)
@@ -64,23 +65,18 @@ def calls() -> None:
         attention(x[:7], None)
 
 
-def test_calls(workers: Workers) -> None:
-    workers.call(calls)
-
-
 class Own(SelfAttention):
     """A user's."""
 
 
-def other_attention() -> None:
+@on_ranks
+def test_another_attention_is_refused_or_left_alone() -> None:
     """One that is none of Megatron's own, in a built model: refused, or left alone where the user says so."""
     model = ulysses.gpt(Run(context_parallel=2))
     for layer in model.decoder.layers:
         layer.self_attention.__class__ = Own
     before = dict(model.named_parameters())
-    with pytest.raises(
-        ValueError, match=r"cp_comm_type='a2a' .*, but Own: .* form\. To train .*on_unsupported='fallback'"
-    ):
+    with pytest.raises(ValueError, match=r"cp_comm_type='a2a' .*, but Own: .* form; take .*on_unsupported='fallback'"):
         enable(model, OVERLAP)
     table = enable(model, OverlapConfig(method="collective", on_unsupported="fallback"))
     assert "cp_comm_type='a2a' in the model's config, but Own: " in table.problem
@@ -93,21 +89,14 @@ def other_attention() -> None:
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
 
 
-def test_another_attention_is_refused_or_left_alone(workers: Workers) -> None:
-    workers.call(other_attention)
-
-
-def per_layer() -> None:
+@on_ranks
+def test_every_layer_of_the_local_spec_is_ulysses() -> None:
     layout.use(1, context_parallel=2)
     config = model_config(
         tensor_model_parallel_size=1, sequence_parallel=False, context_parallel_size=2, cp_comm_type=["a2a", "p2p"]
     )
     with pytest.raises(ValueError, match=r"cp_comm_type='p2p'"):
         GPTModel(config, gpt_block_spec(config), 48, 16)
-
-
-def test_every_layer_of_the_local_spec_is_ulysses(workers: Workers) -> None:
-    workers.call(per_layer)
 
 
 def cut_of_a_call() -> None:

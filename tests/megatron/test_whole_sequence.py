@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import AttentionHeads, OverlapTimeoutError, SequenceLayout
-from overlap_train.integrations.megatron.attention import whole
-from overlap_train.integrations.megatron.attention.whole import WholeSequence
+from overlap_train.integrations.megatron import whole_sequence as whole
 from overlap_train.integrations.megatron.packed import Documents
+from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 from tests.processes import run_ranks, values
 
 EXCHANGE = SimpleNamespace(ranks=2, group=None, layout="zigzag")
@@ -41,18 +41,6 @@ def test_of_masks_the_last_one_alone_is_kept(gathers: list[torch.Tensor]) -> Non
     assert sequence.mask(masks[-1], 8, EXCHANGE) is found[-1]()
 
 
-def test_masks_do_not_displace_what_stays_the_same(gathers: list[torch.Tensor]) -> None:
-    sequence, freqs = WholeSequence(), torch.zeros(4, 1, 1, 2)
-    angles = sequence.frequencies(freqs, 8, EXCHANGE, None, False)
-    for mask in [torch.zeros(1, 1, 4, 8) for _ in range(9)]:
-        sequence.mask(mask, 8, EXCHANGE)
-    assert sequence.frequencies(freqs, 8, EXCHANGE, None, False) is angles
-    others = [torch.zeros(4, 1, 1, 2) for _ in range(2)]
-    for other in others:
-        sequence.frequencies(other, 8, EXCHANGE, None, False)
-    assert sequence.frequencies(freqs, 8, EXCHANGE, None, False) is not angles, "the last two: of q and of k"
-
-
 def test_of_packs_the_last_one_alone_has_its_frequencies_and_angles_kept() -> None:
     """Each micro-batch is another pack. One of 131072 tokens takes 192 MiB."""
     sequence, freqs, kept = WholeSequence(), torch.rand(8, 1, 1, 4), []
@@ -63,28 +51,6 @@ def test_of_packs_the_last_one_alone_has_its_frequencies_and_angles_kept() -> No
         kept.append([weakref.ref(both[0]), weakref.ref(sequence.rotary(both[0], 1.0, False).cos)])
         del both
     assert [[ref() is None for ref in pack] for pack in kept] == [[True] * 2] * 2 + [[False] * 2] * 2
-
-
-def test_what_layers_need_of_documents_is_sent_to_a_device_once() -> None:
-    documents, cpu = Documents((0, 4, 8), (3, 4)), torch.device("cpu")
-    asked = (documents.places, documents.offsets, lambda device: documents.padding(10, device))
-    for ask in asked:
-        assert ask(cpu) is ask(cpu)
-    places, offsets, padding = (ask(cpu) for ask in asked)
-    assert places is not None and places.tolist() == [0, 1, 2, 4, 5, 6, 7]
-    assert offsets is not None and offsets.tolist() == [0, 3, 7] and offsets.dtype == torch.int32
-    assert padding is not None and padding.nonzero().flatten().tolist() == [3, 8, 9]
-    without = Documents((0, 4, 8), (4, 4))
-    assert without.places(cpu) is None and without.padding(10, cpu) is None, (
-        "the core attention itself leaves out what follows"
-    )
-
-
-def test_documents_that_inference_has_asked_for_serve_training() -> None:
-    documents, cpu = Documents((0, 4, 8), (3, 4)), torch.device("cpu")
-    with torch.inference_mode():
-        found = documents.places(cpu), documents.padding(10, cpu), documents.offsets(cpu)
-    assert not any(tensor is not None and tensor.is_inference() for tensor in found)
 
 
 def _alone(rank: int, world: int, what: str) -> tuple[str, list[str]] | None:

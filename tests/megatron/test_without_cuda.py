@@ -12,10 +12,11 @@ from megatron.core.tensor_parallel import random as megatron_random
 from overlap_train.integrations.megatron import run_without_cuda
 from overlap_train.integrations.megatron.cpu import CUDA_USERS
 from tests.megatron import layout
-from tests.megatron.workers import Workers
+from tests.megatron.workers import Workers, on_ranks
 
 
-def stands_in() -> None:
+@on_ranks
+def test_each_module_has_the_stand_in() -> None:
     for name in CUDA_USERS:
         stand_in = sys.modules[name].torch
         assert stand_in.cuda.current_device() == torch.device("cpu"), name
@@ -27,21 +28,9 @@ def stands_in() -> None:
     before = sys.modules["megatron.core.utils"].torch
     assert run_without_cuda() is True
     assert sys.modules["megatron.core.utils"].torch is before, "a second call changes nothing"
-
-
-def test_each_module_has_the_stand_in(workers: Workers) -> None:
-    workers.call(stands_in)
-
-
-def torch_itself() -> None:
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.cuda.current_device()
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.zeros(2, device="cuda")
-
-
-def test_torch_is_left_as_it_is(workers: Workers) -> None:
-    workers.call(torch_itself)
+    for ask in (torch.cuda.current_device, lambda: torch.zeros(2, device="cuda")):  # torch itself is left as it is
+        with pytest.raises((AssertionError, RuntimeError)):
+            ask()
 
 
 def test_nothing_happens_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +68,8 @@ def test_random_states(workers: Workers) -> None:
     assert not torch.equal(own, other_own)
 
 
-def recomputed_dropout() -> None:
+@on_ranks
+def test_recomputation_repeats_the_random_numbers() -> None:
     """Recomputation must draw the masks again that the first forward drew."""
     layout.use(seed=2)
     x = torch.ones(1000, requires_grad=True)
@@ -95,11 +85,8 @@ def recomputed_dropout() -> None:
     assert torch.equal(x.grad, y.detach()), "d sum(mask * x) / dx is the mask, which is y at x = 1"
 
 
-def test_recomputation_repeats_the_random_numbers(workers: Workers) -> None:
-    workers.call(recomputed_dropout)
-
-
-def clipped() -> None:
+@on_ranks
+def test_gradients_are_clipped() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     for parameter in parameters[:2]:
         parameter.grad = torch.tensor([3.0, 4.0])
@@ -108,7 +95,3 @@ def clipped() -> None:
     megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm=1.0, total_norm=5.0)
     torch.testing.assert_close(parameters[1].grad, torch.tensor([0.6, 0.8]))
     assert parameters[2].grad is None
-
-
-def test_gradients_are_clipped(workers: Workers) -> None:
-    workers.call(clipped)

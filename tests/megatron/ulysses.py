@@ -18,7 +18,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from overlap_train import OverlapConfig, SequenceLayout
 from overlap_train.integrations.megatron import gpt_block_spec
-from overlap_train.integrations.megatron.enabling.counters import counters
+from overlap_train.integrations.megatron.table import counters
 from tests.megatron import layout, models
 from tests.megatron.linears import model_config
 from tests.megatron.models import BATCH, LLAMA, SEQUENCE, VOCABULARY

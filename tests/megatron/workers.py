@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import inspect
 import os
 import time
 import traceback
@@ -95,6 +97,22 @@ class Workers:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+def on_ranks(body: Callable[..., None]) -> Callable[..., None]:
+    """A test whose body runs on all ranks. Its parameters are pytest's, and are sent to them."""
+
+    def test(workers: Workers, **arguments: Any) -> None:
+        workers.call(_call, body.__module__, body.__name__, arguments)
+
+    mine = inspect.Parameter("workers", inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = inspect.Signature([*inspect.signature(body).parameters.values(), mine])  # type: ignore[attr-defined]
+    test.__name__, test.__doc__, test.body = body.__name__, body.__doc__, body  # type: ignore[attr-defined]
+    return test
+
+
+def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(**arguments)
 
 
 def _end_children(ranks: list[mp.Process]) -> None:

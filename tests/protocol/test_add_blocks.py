@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from overlap_train.kernels.add_blocks import add_blocks_kernel
-from overlap_train.nodes import measure as node_sums
 from overlap_train.nodes import measure as bursts
+from overlap_train.nodes import measure as node_sums
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5])

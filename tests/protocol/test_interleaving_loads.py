@@ -12,12 +12,10 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from tests.protocol.actors import Deadlock
-from tests.protocol.explore import Build, assert_caught, assert_passes
+from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
-from tests.protocol.test_interleaving_leaving import WAITS
 from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, SIZES, backward
 
 
@@ -57,12 +55,3 @@ def test_operators_pass(operator: str, method: str, world: int, node_ranks: int)
 def test_a_backward_passes(method: str, puts: bool) -> None:
     machine = NodeSimulation(4, node_ranks=2, puts=puts, method=method)
     assert_passes(with_loads(machine, backward(machine)), range(2))
-
-
-@pytest.mark.parametrize("puts", [False, True])
-def test_a_kernel_that_waits_for_what_lets_chunks_arrive_stops_the_node(puts: bool) -> None:
-    """The kernel of a wait, after which they are passed on, is not loaded beside it."""
-    machine = NodeSimulation(4, node_ranks=2, puts=puts)
-    build = with_loads(machine, PROBLEMS["gather"]("fused", machine, 2))
-    with WAITS["first"].planted():
-        assert isinstance(assert_caught(build, range(2)), Deadlock)

@@ -22,15 +22,7 @@ from overlap_train.schedule.inter_node import (
     most_in_flight,
     send_recvs,
 )
-from overlap_train.schedule.order import (
-    A2A_GEMM,
-    GATHER,
-    GEMM_A2A,
-    SCATTER,
-    Topology,
-    chunks_after_own,
-    chunks_by_rows,
-)
+from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology, chunks_after_own, chunks_by_rows
 
 CHUNKS = (1, 2, 4, 8)
 SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]

@@ -3,7 +3,8 @@
     x [s/W, b, h] -> QKV projection and exchange -> q, k, v of all s rows and heads / W, in the order of the sequence
       -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
 
-The exchange's own pass takes norms and rotary positions where it can (norms.py).
+The exchange's own pass takes norms and rotary positions where it can (norm.py). The core attention has context parallelism 1, all
+rows, and the heads of one rank.
 
 W: context-parallel ranks; with tensor parallelism and sequence parallelism x is [s / (W tp), b, h] and heads are those of one
 tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
@@ -11,33 +12,128 @@ tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttenti
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
-from overlap_train import Rotary, SequenceLayout
-from overlap_train.integrations.megatron.attention.collective import Heads, collective_to_heads, collective_to_rows
-from overlap_train.integrations.megatron.attention.conditions import bad_setting, in_full, refuse_call
-from overlap_train.integrations.megatron.attention.core import (
-    core_of_rank,
-    heads_of,
-    is_transformer_engines,
-    without_group,
-    without_rows,
-)
-from overlap_train.integrations.megatron.attention.norms import norm_within
-from overlap_train.integrations.megatron.attention.whole import WholeSequence
-from overlap_train.integrations.megatron.linears.context_parallel import ULYSSES
-from overlap_train.integrations.megatron.linears.exchange import Exchange
-from overlap_train.integrations.megatron.linears.ulysses import exchanges
+from overlap_train import AttentionHeads, Rotary, SequenceLayout
+from overlap_train.integrations.megatron.conditions import ULYSSES, Problem
+from overlap_train.integrations.megatron.norm import norm_within
 from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
+from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges
+from overlap_train.integrations.megatron.whole_sequence import (
+    Heads,
+    WholeSequence,
+    collective_to_heads,
+    collective_to_rows,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def heads_of(config: TransformerConfig) -> AttentionHeads:
+    """Heads of one tensor-parallel rank, before the exchange."""
+    tp = config.tensor_model_parallel_size
+    return AttentionHeads(config.num_attention_heads // tp, max(1, config.num_query_groups // tp), config.kv_channels)
+
+
+def core_of_rank(build: Callable[..., Any], ranks: int, *, config: TransformerConfig, **arguments: Any) -> Any:
+    """What `build`, a core attention's class with Megatron's arguments, makes with context parallelism 1 and the heads that one
+    of `ranks` has after the exchange."""
+    own, heads, tp = copy.copy(config), heads_of(config).of_rank(ranks), config.tensor_model_parallel_size
+    own.context_parallel_size, own.cp_comm_type = 1, None
+    own.num_attention_heads, own.num_query_groups = heads.query * tp, heads.kv * tp
+    return build(config=own, **{**arguments, "cp_comm_type": None})
+
+
+def is_transformer_engines(core: Any) -> bool:
+    return megatron_te.HAVE_TE and isinstance(core, megatron_te.TEDotProductAttention)
+
+
+def without_group(packed: PackedSeqParams | None) -> PackedSeqParams | None:
+    """The PackedSeqParams for the core attention: a copy without context-parallel group and size, or `packed` itself where it has
+    none. The core attention has all rows; with a group, TransformerEngine's would turn its own context parallelism on."""
+    if packed is None or (getattr(packed, "cp_group", None) is None and getattr(packed, "local_cp_size", None) is None):
+        return packed
+    own = copy.copy(packed)
+    own.cp_group = own.local_cp_size = None
+    return own
+
+
+def without_rows(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """x [t, ...] with zeros where `padding` [t] is true, and zeros in the gradients of these rows, whatever comes: also NaN."""
+    return x if padding is None else x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
+    """Why a model's settings keep an attention from exchanging over `ranks` ranks: setting, rule and way out; or None."""
+    rules = (
+        (
+            "multi_latent_attention",
+            False,
+            "its keys and values are compressed, and there is no QKV projection to exchange",
+        ),
+        ("attention_output_gate", False, "the gate is computed with q and would have to be exchanged with it"),
+        ("softmax_type", "vanilla", "softmax offsets belong to heads, and each rank would need those of its own"),
+        ("qk_clip", False, "it takes the largest logits of this rank's own heads"),
+        ("log_max_attention_logit", False, "it takes the largest logits of this rank's own heads"),
+    )
+    for field, wanted, rule in rules:
+        value = getattr(config, field, wanted)
+        if value != wanted:
+            return f"{field}={value!r}: {rule}; set it to {wanted!r}"
+    return heads_of(config).error(ranks, "heads per TP rank")
+
+
+def no_exchange(why: str | None) -> Problem | None:
+    """The problem of an attention that cannot exchange. why: what the table of linears says of it; None: it can."""
+    if why is None:
+        return None
+    instead = "take TransformerEngine's own context parallelism with cp_comm_type 'p2p' or 'all_gather'"
+    return Problem(f"cp_comm_type='a2a' in the model's config, but {why}", instead)
+
+
+def why_not_turned(attention: Any) -> str | None:
+    """Why a built attention with cp_comm_type "a2a" cannot become ours; None: it can, or is."""
+    config, kind = attention.config, type(attention)
+    if isinstance(attention, MultiLatentAttention):
+        return bad_setting(config, 1)
+    if issubclass(kind, CrossAttention):
+        return f"{kind.__name__}: only self-attention has one sequence to exchange"
+    if kind is not SelfAttention:
+        return f"{kind.__name__}: only Megatron-Core's SelfAttention has an overlapped form"
+    if not is_transformer_engines(attention.core_attention):
+        core = type(attention.core_attention).__name__
+        return f"core attention {core}: only TransformerEngine's can be rebuilt; build the model from gpt_block_spec"
+    return bad_setting(config, attention.pg_collection.cp.size())
+
+
+def refuse_call(core: Any, ranks: int, ranks_of_model: int, others: dict[str, Any]) -> None:
+    """Raise ValueError for a call that Ulysses cannot serve. `others`: arguments of Megatron's forward that must be None."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={type(value).__name__}: a Ulysses attention (cp_comm_type='a2a') takes {name}=None only; it is for "
+                "self-attention in training and evaluation, without an attention bias"
+            )
+    if ranks != ranks_of_model and is_transformer_engines(core):
+        raise ValueError(
+            f"packed_seq_params: this call's context parallelism has {ranks} ranks, the model's {ranks_of_model}, for whose "
+            "heads TransformerEngine's core attention is built; keep the group, or build the model from gpt_block_spec"
+        )
 
 
 class UlyssesSelfAttention(SelfAttention):
@@ -51,9 +147,9 @@ class UlyssesSelfAttention(SelfAttention):
     ) -> None:  # fmt: skip
         """Raises ValueError for settings of `config` with which there is no Ulysses attention, and another cp_comm_type."""
         ranks = config.context_parallel_size
-        problem = _other_type(cp_comm_type) or in_full(bad_setting(config, ranks))
+        problem = _other_type(cp_comm_type) or no_exchange(bad_setting(config, ranks))
         if problem is not None:
-            raise ValueError(problem)
+            raise problem.error
         inner = replace(submodules, core_attention=functools.partial(core_of_rank, submodules.core_attention, ranks))
         super().__init__(config, inner, *args, cp_comm_type=cp_comm_type, pg_collection=pg_collection, **kwargs)
         self.whole = whole or WholeSequence()
@@ -212,10 +308,11 @@ class UlyssesSelfAttention(SelfAttention):
         return linear(collective_to_rows(context, exchange))
 
 
-def _other_type(cp_comm_type: str | None) -> str | None:
+def _other_type(cp_comm_type: str | None) -> Problem | None:
     if cp_comm_type == ULYSSES:
         return None
-    return (
-        f"cp_comm_type={cp_comm_type!r}: without TransformerEngine's core attention context parallelism is Ulysses' only; set it "
-        "to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's layer spec"
+    rule = "without TransformerEngine's core attention context parallelism is Ulysses' only"
+    wanted = (
+        "set it to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's layer spec"
     )
+    return Problem(f"cp_comm_type={cp_comm_type!r}: {rule}", wanted, can_fall_back=False)

@@ -1,25 +1,32 @@
-"""Core attention through torch's scaled_dot_product_attention: flash kernels from stock torch, no TransformerEngine.
+"""GPT layer specs for sequence parallelism without TransformerEngine, and the core attention in them.
 
-Takes the place of Megatron-Core's DotProductAttention in a layer spec. The scores [b, n, s, s] are never stored, and keys
-and values of grouped queries are not repeated in memory. Packed sequences attend within their documents (packed.py). An attention
-bias and context parallelism are refused as DotProductAttention refuses them, but by a ValueError that says what to do: under
-context parallelism a UlyssesSelfAttention builds this for the heads of its rank, with context parallelism 1.
+They start from Megatron-Core's own local specs and exchange the norms (norm.py) and the core attention; with context parallelism
+the self-attention, too (attention.py). Everything else, linears and checkpoint keys included, stays Megatron's: `enable()`
+overlaps the linears of the built model. `--spec overlap_train.integrations.megatron.spec gpt_block_spec` names this module.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from overlap_train.integrations.megatron.packed import documents_of
-from overlap_train.integrations.megatron.spec.packed import Softmax, packed_attention
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.norm import Norm
+from overlap_train.integrations.megatron.packed import Softmax, documents_of, packed_attention
+from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class SDPACoreAttention(MegatronModule):
-    """softmax(scale · q kᵀ + mask) v per head, without parameters; the constructor is DotProductAttention's.
+    """softmax(scale · q kᵀ + mask) v per head by torch's scaled_dot_product_attention; the constructor is DotProductAttention's.
+
+    The scores [b, n, s, s] are never stored, and keys and values of grouped queries are not repeated in memory. Under context
+    parallelism a UlyssesSelfAttention builds this for the heads of its rank, with context parallelism 1.
 
     `scale` is `softmax_scale`, or 1 / sqrt(kv_channels). `config.apply_query_key_layer_scaling` divides the scores by
     the layer number and multiplies them back inside an fp32 softmax; the scores here never leave fp32, so it changes
@@ -148,3 +158,55 @@ def _refuse_call(
             "attention_mask beside packed_seq_params: documents attend within themselves, without a mask; pass "
             "attention_mask=None"
         )
+
+
+def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The specs of all layers that this pipeline stage builds and its final norm; the argument that GPTModel takes.
+
+    `vp_stage` is the virtual pipeline stage, None without one. It also serves as `--spec overlap_train.integrations.megatron.spec
+    gpt_block_spec`. Raises ValueError for multi-latent attention.
+    """
+    config = getattr(config, "transformer", config)  # Megatron 0.19's `--spec` passes its GPTModelConfig
+    if config.multi_latent_attention:
+        raise ValueError(
+            "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's "
+            "own spec, and slots=('proj', 'fc1', 'fc2', 'output') for enable() (--overlap-train-slots proj,fc1,fc2,output)"
+        )
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=False,
+        normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    whole = WholeSequence() if config.context_parallel_size > 1 else None
+    # Layers of one kind share one spec object, as in Megatron; each object is exchanged once.
+    exchanged = {id(spec): _exchanged(spec, whole) for spec in block.layer_specs}
+    return TransformerBlockSubmodules(layer_specs=[exchanged[id(spec)] for spec in block.layer_specs], layer_norm=Norm)
+
+
+def _exchanged(layer: ModuleSpec, whole: WholeSequence | None) -> ModuleSpec:
+    """A copy of a local layer spec with our norms and attention. whole: of context parallelism."""
+    parts = layer.submodules
+    parts = replace(
+        parts,
+        input_layernorm=_norm(parts.input_layernorm),
+        self_attention=_attention(parts.self_attention, whole),
+        pre_mlp_layernorm=_norm(parts.pre_mlp_layernorm),
+    )
+    return replace(layer, submodules=parts)
+
+
+def _attention(attention: ModuleSpec, whole: WholeSequence | None) -> ModuleSpec:
+    inner = attention.submodules
+    q_norm, k_norm = _norm(inner.q_layernorm), _norm(inner.k_layernorm)
+    inner = replace(inner, core_attention=SDPACoreAttention, q_layernorm=q_norm, k_layernorm=k_norm)
+    if whole is None:
+        return replace(attention, submodules=inner)
+    params = {**(attention.params or {}), "whole": whole}
+    return replace(attention, module=UlyssesSelfAttention, submodules=inner, params=params)
+
+
+def _norm(entry: Any) -> Any:
+    """No norm stays no norm, and the norm without parameters needs no mark."""
+    return entry if entry in (IdentityOp, L2Norm) else Norm

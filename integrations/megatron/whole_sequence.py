@@ -1,22 +1,122 @@
-"""What every layer of a forward needs of the whole sequence, worked out once: positions, masks, the order of rows.
+"""What a Ulysses attention needs of other ranks beside its operators: parts of what each has, and exchanges by collectives.
 
 Megatron gives each rank its part of the rotary frequencies and of the mask. After the exchange a rank has all rows, therefore the
-parts are put together again. All ranks of the group do that in the same calls.
+parts are put together again, once for all layers of a forward. All ranks of the group do that in the same calls.
+torch.distributed would wait without naming anybody; here the wait is bounded.
+
+The exchange of finished q, k, v and context by torch.distributed's all-to-all is right everywhere and overlapped with nothing. It
+serves where no operator multiplies and exchanges at once: sequences over TP that are too short for parts, evaluation mode, and
+linears that have no overlapped form. Its gradient is the exchange back, which is itself.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-from overlap_train import AttentionHeads, OverlapConfig, Rotary, SequenceLayout
-from overlap_train.integrations.megatron.attention.gather import gathered
-from overlap_train.integrations.megatron.linears.exchange import Exchange
+from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, Rotary, SequenceLayout
+from overlap_train.group.signals import poll
 from overlap_train.integrations.megatron.packed import Documents
+from overlap_train.integrations.megatron.ulysses_linears import Exchange, Heads
+from overlap_train.warn import warn_user
+
+
+@torch.no_grad()
+def gathered(x: torch.Tensor, dim: int, exchange: Exchange, timeout_s: float) -> torch.Tensor:
+    """The parts of all ranks along `dim`, in the order of the sequence.
+
+    Raises:
+        OverlapTimeoutError: they were not here within timeout_s. While a CUDA graph is captured nothing waits.
+    """
+    part = x.movedim(dim, 0).contiguous()
+    sent = part.view(torch.uint8) if part.dtype == torch.bool else part
+    whole = torch.empty(exchange.ranks * len(sent), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
+    assert exchange.group is not None
+    if sent.is_cuda and torch.cuda.is_current_stream_capturing():
+        dist.all_gather_into_tensor(whole, sent, group=exchange.group)
+    else:
+        _gather_in_time(whole, sent, exchange.group, timeout_s)
+    return whole.index_select(0, exchange.places).view(part.dtype).movedim(0, dim)
+
+
+def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Gather, or give up. The host waits, because nothing else can give up on a collective of torch's: for frequencies once for
+    each new length, for a mask in each micro-batch that brings one."""
+    if sent.is_cuda:
+        torch.cuda.current_stream().synchronize()  # what comes before is not this wait's
+    work = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
+    late = partial(_say_late, group, timeout_s)
+    if not poll(work.is_completed, timeout_s, late=late):
+        raise OverlapTimeoutError(
+            f"Ulysses attention: rank {dist.get_rank()} waited {timeout_s:g} s for the rotary frequencies or the mask of ranks "
+            f"{_ranks(group)} of the job. One of them is dead, stopped, or in another call; if it is only slow, raise timeout_s "
+            f"(--overlap-train-timeout-s)."
+        )
+    work.wait()
+
+
+def _say_late(group: dist.ProcessGroup, timeout_s: float) -> None:
+    warn_user(
+        f"Ulysses attention: rank {dist.get_rank()} has waited {timeout_s / 10:.3g} s for the rotary frequencies or the mask of "
+        f"ranks {_ranks(group)} of the job; it gives up after timeout_s={timeout_s:g}"
+    )
+
+
+def _ranks(group: dist.ProcessGroup) -> str:
+    return ", ".join(map(str, dist.get_process_group_ranks(group)))
+
+
+def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Heads:
+    """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence from [s/W, b, heads, dim].
+
+    k and v of a head that several ranks need go to each of them; autograd adds their gradients.
+    """
+    ranks = exchange.ranks
+    if ranks == 1:
+        return q, k, v
+    copies = max(1, ranks // k.size(2))
+    k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+    sizes = [x.size(2) // ranks for x in (q, k, v)]
+    sent = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], dim=3).permute(2, 0, 1, 3, 4)
+    received = _Exchange.apply(sent, exchange.group).flatten(0, 1)
+    in_order = received.index_select(0, exchange.places)
+    return tuple(x.contiguous() for x in in_order.split(sizes, dim=2))  # type: ignore[return-value]
+
+
+def collective_to_rows(context: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """[s/W, b, K], a sequence shard with all heads, from [s, b, K/W] in the order of the sequence."""
+    if exchange.ranks == 1:
+        return context
+    sent = context.index_select(0, exchange.order).unflatten(0, (exchange.ranks, -1))
+    received = _Exchange.apply(sent, exchange.group)
+    return received.permute(1, 2, 0, 3).flatten(2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Block i of [W, ...] goes to rank i and is replaced by rank i's block for this one."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(blocks, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    received = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
+    dist.all_to_all_single(received, blocks.contiguous(), group=group)
+    return received
+
 
 _MASK, _FREQS, _ROTARY = "mask", "freqs", "rotary"
 # Of each kind 8, but less of what is large and new with each micro-batch: a mask [b, 1, s, s] has 1 GiB at 32768 tokens, the

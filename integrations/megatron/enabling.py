@@ -22,23 +22,20 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
 from overlap_train.config import check_type
-from overlap_train.integrations.megatron.enabling.first_table import FirstTable, heading, stage
-from overlap_train.integrations.megatron.enabling.reporting import report
-from overlap_train.integrations.megatron.enabling.table import Report
-from overlap_train.integrations.megatron.enabling.ulysses import find_attentions
-from overlap_train.integrations.megatron.linears.accumulation_fusion import provide_accumulation_fusion
-from overlap_train.integrations.megatron.linears.conditions import WAY_TO_FALL_BACK, bad_combination
-from overlap_train.integrations.megatron.linears.in_model import (
+from overlap_train.integrations.megatron.conditions import Problem, bad_combination
+from overlap_train.integrations.megatron.in_model import (
     Model,
     chunks_of,
+    find_attentions,
     is_candidate,
     is_overlapped,
     named_linears,
     overlapped_linears,
     slot_of,
 )
-from overlap_train.integrations.megatron.linears.main_grad import mark_shared_weights
-from overlap_train.integrations.megatron.linears.transformer_engine import fused_mlp
+from overlap_train.integrations.megatron.linears import fused_mlp
+from overlap_train.integrations.megatron.main_grad import mark_shared_weights, provide_accumulation_fusion
+from overlap_train.integrations.megatron.table import FirstTable, Report, report, stage
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # no note on these: 0.16 and 0.19 are tested, and our hooks fit 0.20-dev
 
@@ -78,16 +75,16 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     hopeless = _problem_of_model(chunks)
     problem = hopeless or attentions.problem or _missing_slots(chunks, config)
     if problem is not None and config.on_unsupported == "error":
-        raise ValueError(problem)
-    problem = problem and problem.removesuffix(f", {WAY_TO_FALL_BACK}")
+        raise problem.error
     if hopeless is None:
         attentions.turn(config.timeout_s)
         for name, slot, linear in pending:
             attentions.overlap(linear, config, slot, name)
         mark_shared_weights(chunks, overlapped_linears(chunks))
         FirstTable(chunks)
-    _tell_user(chunks, problem)
-    return report(chunks, problem)
+    told = None if problem is None else str(problem)
+    _tell_user(chunks, told)
+    return report(chunks, told)
 
 
 def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
@@ -106,8 +103,7 @@ def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
     untested = _untested(megatron.core.__version__)
     if not names:
-        table = report(chunks, problem)
-        print(f"{heading(table)}\n{table}", flush=True)
+        report(chunks, problem).show()
         lines: tuple[str | None, ...] = (untested,)
     else:
         lines = _prepared(names), problem, untested
@@ -129,23 +125,21 @@ def _untested(version: str) -> str | None:
     return f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
 
 
-def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> str | None:
+def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> Problem | None:
     """What rules out overlap for the whole model, or None."""
     if not chunks:
-        return "model=[]: no model chunk to enable; pass the model, or the list of chunks that get_model returns"
+        return Problem(
+            "model=[]: no model chunk to enable", "pass the model, or the list of chunks that get_model returns", False
+        )
     for chunk in chunks:
         wrapper = _data_parallel_wrapper(chunk)
         if wrapper is not None:
-            return (
-                f"model is wrapped in {wrapper} already: enable() must come before data parallelism wraps the model, "
-                f"because that fixes how gradients are collected; call it on the bare model, {WAY_TO_FALL_BACK}"
-            )
+            rule = "enable() must come before data parallelism wraps the model, because that fixes how gradients are collected"
+            return Problem(f"model is wrapped in {wrapper} already: {rule}", "call it on the bare model")
         fused = fused_mlp(chunk)
         if fused is not None:
-            return (
-                f"{fused} in the model: TransformerEngine computes it without calling its linears; build the model without "
-                f"use_te_op_fuser (leave out --use-transformer-engine-op-fuser), {WAY_TO_FALL_BACK}"
-            )
+            instead = "build the model without use_te_op_fuser (leave out --use-transformer-engine-op-fuser)"
+            return Problem(f"{fused} in the model: TransformerEngine computes it without calling its linears", instead)
     model_config = _config_of(chunks)
     return None if model_config is None else bad_combination(model_config)
 
@@ -165,8 +159,8 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
     return next((owner.config for owner in owners if getattr(owner, "config", None) is not None), None)
 
 
-def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> str | None:
-    """Why linear slots have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Problem | None:
+    """Linear slots that have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
     wanted = list(_wanted(chunks, config))
@@ -174,13 +168,13 @@ def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> 
     missing = [slot for slot in config.slots if slot not in found]
     if not missing:
         return None
-    rest = ",".join(slot for slot in config.slots if slot in found)
-    way_out = f"leave out what is missing (--overlap-train-slots {rest}), " if rest else ""
-    return (
+    what = (
         f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
-        f"TransformerEngine's in their place, for {', '.join(_with_others(wanted, slot) for slot in missing)}; {way_out}"
-        f"build the model from a layer spec with them, {WAY_TO_FALL_BACK}"
+        f"TransformerEngine's in their place, for {', '.join(_with_others(wanted, slot) for slot in missing)}"
     )
+    rest = ",".join(slot for slot in config.slots if slot in found)
+    leave_out = f"leave out what is missing (--overlap-train-slots {rest}), " if rest else ""
+    return Problem(what, f"{leave_out}build the model from a layer spec with them")
 
 
 def _with_others(wanted: Sequence[tuple[str, str, Any]], slot: str) -> str:

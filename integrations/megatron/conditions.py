@@ -9,13 +9,13 @@ finds the same reason, therefore all of them take the same path.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from overlap_train.group.registry import is_graphed
-from overlap_train.integrations.megatron.linears.context_parallel import has_ulysses
 from overlap_train.ops.spec import other_autocast
 
 if TYPE_CHECKING:
@@ -24,50 +24,80 @@ if TYPE_CHECKING:
 
     ParallelLinear = ColumnParallelLinear | RowParallelLinear
 
-NOTHING: Mapping[str, Any] = {}
-WAY_TO_FALL_BACK = (
-    "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
-)
+ULYSSES = "a2a"
+MEGATRONS_DEFAULT = "p2p"  # TransformerEngine's, where cp_comm_type is None
 
-_OFFLOADING = {  # setting of a model -> Megatron's flag
-    "cpu_offloading": "--cpu-offloading-num-layers",
-    "fine_grained_activation_offloading": "--fine-grained-activation-offloading",
+
+def comm_type(config: TransformerConfig, layer_number: int) -> str:
+    """cp_comm_type of a layer, counted from 1."""
+    types = config.cp_comm_type
+    if isinstance(types, list):
+        return types[min(layer_number, len(types)) - 1]
+    return types or MEGATRONS_DEFAULT
+
+
+def has_ulysses(config: TransformerConfig) -> bool:
+    """Whether any layer is Ulysses'. A linear on its own may have a ModelParallelConfig, which knows no layers."""
+    types = getattr(config, "cp_comm_type", None)
+    return getattr(config, "context_parallel_size", 1) > 1 and ULYSSES in (
+        types if isinstance(types, list) else [types]
+    )
+
+
+NOTHING: Mapping[str, Any] = {}
+_FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
+_ONLY_TE = "only TransformerEngine's linears compute in it"
+_ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
+_MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
+    "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
+    "use_transformer_engine_op_fuser": (
+        "with it TransformerEngine computes an MLP without calling its linears",
+        "--use-transformer-engine-op-fuser",
+    ),
+    "fp8": (_ONLY_TE, "--fp8-format"),
+    "fp4": (_ONLY_TE, "--fp4-format"),
+    "cpu_offloading": (_ON_THE_GPU, "--cpu-offloading-num-layers"),
+    "fine_grained_activation_offloading": (_ON_THE_GPU, "--fine-grained-activation-offloading"),
 }
 
 
-def bad_combination(config: TransformerConfig) -> str | None:
-    """The setting of a model under which no linear can overlap, with its rule and way out, in one sentence; or None."""
+@dataclass(frozen=True)
+class Problem:
+    """What rules out overlap. what: the setting, its value and the rule. instead: what to set or call."""
+
+    what: str
+    instead: str
+    can_fall_back: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.instead}"
+
+    @property
+    def error(self) -> ValueError:
+        """With the way out of on_unsupported, which whoever falls back has taken."""
+        return ValueError(f"{self}, {_FALL_BACK}" if self.can_fall_back else str(self))
+
+
+def bad_combination(config: TransformerConfig) -> Problem | None:
+    """The setting of a model under which no linear can overlap."""
     alone = config.tensor_model_parallel_size == 1
     if alone and not has_ulysses(config):
-        rule = "with one rank there is nothing to overlap"
         wanted = "2 or more, or use Ulysses (--context-parallel-size 2 --cp-comm-type a2a)"
-        return _sentence(config, "tensor_model_parallel_size", rule, wanted)
+        return _setting(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", wanted)
     if not alone and not config.sequence_parallel:
         rule = "overlap hides all-gather and reduce-scatter, which Megatron uses under sequence parallelism only"
-        return _sentence(config, "sequence_parallel", rule, "True (--sequence-parallel)")
-    if config.tp_comm_overlap:
-        rule = "TransformerEngine's overlap and this one exclude each other"
-        return _sentence(config, "tp_comm_overlap", rule, "False (leave out --tp-comm-overlap)")
+        return _setting(config, "sequence_parallel", rule, "True (--sequence-parallel)")
     if getattr(config, "transformer_impl", None) == "inference_optimized":
-        return _sentence(config, "transformer_impl", "overlap is for training", "'local'")
-    if getattr(config, "use_transformer_engine_op_fuser", False):
-        rule = "with it TransformerEngine computes an MLP without calling its linears"
-        return _sentence(
-            config, "use_transformer_engine_op_fuser", rule, "False (leave out --use-transformer-engine-op-fuser)"
-        )
-    for field in ("fp8", "fp4"):
+        return _setting(config, "transformer_impl", "overlap is for training", "'local'")
+    for field, (rule, flag) in _MUST_BE_OFF.items():
         if getattr(config, field, None):
-            wanted = f"None (leave out --{field}-format)"
-            return _sentence(config, field, "only TransformerEngine's linears compute in it", wanted)
-    for field, flag in _OFFLOADING.items():
-        if getattr(config, field, False):
-            rule = "what an overlapped linear saves for backward stays on the GPU"
-            return _sentence(config, field, rule, f"False (leave out {flag})")
+            off = "None" if field in ("fp8", "fp4") else "False"
+            return _setting(config, field, rule, f"{off} (leave out {flag})")
     return None
 
 
-def _sentence(config: TransformerConfig, field: str, rule: str, wanted: str) -> str:
-    return f"{field}={getattr(config, field)!r} in the model's config: {rule}; set it to {wanted}, {WAY_TO_FALL_BACK}"
+def _setting(config: TransformerConfig, field: str, rule: str, wanted: str) -> Problem:
+    return Problem(f"{field}={getattr(config, field)!r} in the model's config: {rule}", f"set it to {wanted}")
 
 
 def fallback_reason(

@@ -17,9 +17,8 @@ from overlap_train import OverlapConfig
 from overlap_train.config import flag_name
 from overlap_train.flags import Parser, add_flags, config_from_args, tell
 from overlap_train.integrations.megatron import missing
-from overlap_train.integrations.megatron.launcher.after_import import after_import
-from overlap_train.integrations.megatron.launcher.hooks import ScriptHooks
-from overlap_train.integrations.megatron.linears.accumulation_fusion import provide_accumulation_fusion
+from overlap_train.integrations.megatron.hooks import ScriptHooks, after_import
+from overlap_train.integrations.megatron.main_grad import provide_accumulation_fusion
 
 USAGE = "torchrun [...] -m overlap_train.integrations.megatron SCRIPT.py --overlap-train [the script's arguments]"
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from overlap_train import graphed
-from overlap_train.integrations.megatron.linears.in_model import Model, groups_of, overlapped_linears
+from overlap_train.integrations.megatron.in_model import Model, overlapped_linears
+from overlap_train.integrations.megatron.ulysses_linears import groups_of
 
 
 @contextmanager
@@ -50,18 +51,6 @@ def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
             return forward_backward(*args, **kwargs)
 
     return bracketed
-
-
-def bracketing(wrapper: type[Any]) -> type[Any]:
-    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
-
-    class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
-        __doc__ = wrapper.__doc__
-
-        def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
-
-    return FullCudaGraphWrapper
 
 
 def release_full_iteration_graphs() -> None:

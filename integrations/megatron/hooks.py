@@ -1,0 +1,405 @@
+"""What is put into Megatron while a user's script runs under our launcher: five functions and a class.
+
+    megatron.training.arguments.add_megatron_arguments    adds our flags to the script's parser
+    megatron.training.training.setup_model_and_optimizer  enables overlap between the build of the model and its DDP
+    megatron.training.training.training_log               writes our counters next to Megatron's
+    megatron.core.full_cuda_graph.FullCudaGraphWrapper    brackets what it captures
+    megatron.core.datasets.utils.compile_helpers          skips `make` where the wheel brings the compiled helpers
+    megatron.core.transformer.transformer_block._get_block_submodules
+                                                          calls a `--spec` that is a function, as Megatron 0.19 does
+
+The second to fourth only with --overlap-train. They fit Megatron-LM core_v0.16 to 0.20-dev and the `megatron.training` of
+the megatron-core 0.19 wheel. In another Megatron that lacks one of them, the import of that module raises.
+
+A user's script decides when Megatron is imported, and from which folder: it may change sys.path first. Nothing here may import
+Megatron, or a module of ours that does, before the script has. `after_import` sees each module between the end of its own code
+and the first `from module import name` of somebody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import overlap_train
+from overlap_train import OverlapConfig
+from overlap_train.flags import add_flags
+
+if TYPE_CHECKING:
+    import argparse
+
+    import torch
+
+Action = Callable[[ModuleType], None]
+
+
+@contextmanager
+def after_import(actions: Mapping[str, Action]) -> Iterator[None]:
+    """Call `actions[name](module)` once for each module of that name that is imported inside the block; at once if it is there.
+
+    What an action raises, the import raises.
+    """
+    waiting = dict(actions)
+    for name in [name for name in waiting if name in sys.modules]:
+        waiting.pop(name)(sys.modules[name])
+    finder = _Finder(waiting)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds nothing itself: it asks the other finders, and lets the action follow what their loader executes."""
+
+    def __init__(self, waiting: dict[str, Action]) -> None:
+        self._waiting = waiting
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in self._waiting:
+            return None
+        action = self._waiting.pop(name)  # the question below goes past this finder
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._waiting[name] = action
+        if spec is not None and spec.loader is not None:
+            self._follow(spec.loader, name)
+        return spec
+
+    def _follow(self, loader: Any, name: str) -> None:
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # its class's own again, for this module and for all that it imports
+            loader.exec_module(module)
+            self._waiting.pop(name)(module)
+
+        loader.exec_module = exec_module
+
+
+SUPPORTED = "Megatron-LM core_v0.16 to 0.20-dev, or the megatron-core 0.19 wheel"
+
+
+def replace(functions: Mapping[str, Callable[..., Any]], module: ModuleType) -> None:
+    """Replace each named function of a module by `wrapper(function)`. Raises RuntimeError if the module lacks one."""
+    for name, wrapper in functions.items():
+        if not callable(getattr(module, name, None)):
+            raise no_place(module.__name__, name)
+        setattr(module, name, wrapper(getattr(module, name)))
+
+
+def no_place(where: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"this Megatron's {where} has no {what}, which overlap_train hooks into; supported: {SUPPORTED}"
+    )
+
+
+def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
+    """add_megatron_arguments, with our flags in the parser."""
+
+    @functools.wraps(add)
+    def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> argparse.ArgumentParser:
+        return add_flags(add(parser, *args, **kwargs))
+
+    return add_megatron_arguments
+
+
+def calling_spec_functions(get: Callable[..., Any]) -> Callable[..., Any]:
+    """_get_block_submodules, for a `--spec` that is a function: Megatron before 0.19 takes finished specs only."""
+
+    @functools.wraps(get)
+    def _get_block_submodules(config: Any, spec: Any, vp_stage: int | None = None, *rest: Any, **kwargs: Any) -> Any:
+        if inspect.isfunction(spec):
+            spec = spec(config, vp_stage=vp_stage) if "vp_stage" in inspect.signature(spec).parameters else spec(config)
+        return get(config, spec, vp_stage, *rest, **kwargs)
+
+    return _get_block_submodules
+
+
+def without_makefile(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """Megatron's compile_helpers, for installations with and without a Makefile.
+
+    `megatron.training` compiles its C++ dataset helpers with `make` at every start. The megatron-core wheels bring them compiled
+    and leave the Makefile out: `make` fails there, and Megatron ends the process. The result raises RuntimeError where there is
+    neither a Makefile nor a compiled module that this Python can load.
+    """
+    folder = Path(inspect.getfile(compile_helpers)).parent
+
+    @functools.wraps(compile_helpers)
+    def compile_or_load() -> None:
+        if (folder / "Makefile").is_file():
+            compile_helpers()
+            return
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError as error:
+            raise RuntimeError(
+                f"{folder} has neither a Makefile nor a helpers_cpp that this Python can load ({error}); install megatron-core "
+                "from a wheel for this Python and platform, or run from a Megatron-LM checkout"
+            ) from error
+        print(f"> dataset helpers: compiled ones of the megatron-core wheel in {folder}", flush=True)
+
+    return compile_or_load
+
+
+OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
+# Of a mask in one sample, which Megatron-LM's data loader copies. With 32768 tokens (1 GiB) steps of 312 ms took 540 to 840.
+_LARGE_MASK_BYTES = 1 << 28
+
+
+def arguments_of_script() -> Any:
+    """Megatron-LM's arguments; None of a script that has a configuration of its own, and perhaps other data."""
+    from megatron.training.global_vars import get_args
+
+    try:
+        return get_args()
+    except AssertionError:
+        return None
+
+
+def say_what_masks_cost() -> None:
+    """Print, on rank 0, how to leave out masks that the data loader makes for long causal sequences."""
+    args = arguments_of_script()
+    tokens = getattr(args, "seq_length", None) or 0
+    makes_masks = getattr(args, "create_attention_mask_in_dataloader", False)
+    separates_documents = getattr(args, "reset_attention_mask", False)  # by its mask, which is not the causal one then
+    if not makes_masks or separates_documents or tokens**2 < _LARGE_MASK_BYTES:
+        return
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(
+            f"overlap_train: each sample comes with a mask of {tokens} x {tokens} ({tokens**2 / (1 << 30):.2g} GiB), for which "
+            "the data loader may take longer than a step takes; causal attention needs none: pass "
+            "--no-create-attention-mask-in-dataloader",
+            flush=True,
+        )
+
+
+def add_advice(error: Exception) -> None:
+    """Say what helps where Megatron failed to build the model for want of a norm or an attention for parallel sequences."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    if not HAVE_TE and args.sequence_parallel and not args.spec:
+        error.add_note(
+            "overlap_train: without TransformerEngine Megatron has no norm for sequence parallelism; if that is what is "
+            f"missing here, build the model with --transformer-impl local {OUR_SPEC}"
+        )
+    elif args.context_parallel_size > 1 and not args.spec:
+        error.add_note(
+            "overlap_train: without TransformerEngine Megatron has no core attention for context parallelism; if that is what is "
+            f"missing here, build the model with --transformer-impl local {OUR_SPEC} and --cp-comm-type a2a"
+        )
+
+
+class ScriptHooks:
+    """The hooks of one run and what they have seen. `overlap` None: without --overlap-train."""
+
+    def __init__(self, overlap: OverlapConfig | None) -> None:
+        self._overlap = overlap
+        self._chunks: list[torch.nn.Module] = []  # of the models that were enabled
+
+    def by_module(self) -> Mapping[str, Action]:
+        """The action for each module of Megatron."""
+        hooks: dict[str, dict[str, Callable[..., Any]]] = {
+            "megatron.training.arguments": {"add_megatron_arguments": with_our_flags},
+            "megatron.core.datasets.utils": {"compile_helpers": without_makefile},
+            "megatron.core.transformer.transformer_block": {"_get_block_submodules": calling_spec_functions},
+        }
+        if self._overlap is not None:
+            hooks["megatron.training.training"] = {
+                "setup_model_and_optimizer": self._enabling,
+                "training_log": self._counting,
+            }
+            hooks["megatron.core.full_cuda_graph"] = {"FullCudaGraphWrapper": _bracketing}
+        return {name: functools.partial(replace, functions) for name, functions in hooks.items()}
+
+    def finish(self) -> None:
+        """The script has ended well: check that it did what the flags ask for, release graphs and symmetric memory (collective).
+
+        Raises:
+            RuntimeError: --overlap-train was given and no model was enabled.
+        """
+        if self._overlap is None:
+            return
+        self._assert_enabled("the script has ended")
+        from overlap_train.integrations.megatron.graphing import release_full_iteration_graphs
+        from overlap_train.integrations.megatron.table import print_table
+
+        overlap_train.check()
+        print_table(self._chunks)  # of a run without a training step
+        release_full_iteration_graphs()
+        if dist.is_initialized():
+            overlap_train.shutdown()
+
+    def _enabling(self, setup: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(setup)
+
+        @functools.wraps(setup)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            before = len(self._chunks)
+            self._enter(call.arguments)
+            try:
+                result = setup(*call.args, **call.kwargs)
+            except Exception as error:
+                if len(self._chunks) == before:
+                    add_advice(error)
+                raise
+            if len(self._chunks) == before:
+                raise RuntimeError(
+                    "--overlap-train: Megatron's setup_model_and_optimizer built a model in a way that overlap_train does not "
+                    f"know (supported: {SUPPORTED}); call overlap_train.integrations.megatron.enable(model) where the "
+                    "script builds it, before DDP wraps it"
+                )
+            return result
+
+        return setup_model_and_optimizer
+
+    def _enter(self, arguments: dict[str, Any]) -> None:
+        """Let enable() follow whatever builds the model: a hook list since Megatron 0.19, else the model provider."""
+        model_config = getattr(arguments.get("cfg_container"), "model", None)
+        if model_config is not None:
+            if not hasattr(model_config, "pre_wrap_hooks"):
+                raise no_place(type(model_config).__name__, "pre_wrap_hooks")
+            model_config.pre_wrap_hooks.append(self._enable_once())
+        elif callable(arguments.get("model_provider_func")):
+            arguments["model_provider_func"] = self._enabling_provider(arguments["model_provider_func"])
+        else:
+            raise no_place("setup_model_and_optimizer", "argument model_provider_func or cfg_container.model")
+
+    def _enable_once(self) -> Callable[[list[torch.nn.Module]], list[torch.nn.Module]]:
+        """A pre-wrap hook for one build: the list it is in may be used for another model later."""
+        seen: list[torch.nn.Module] = []
+
+        def enable_overlap(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+            if not seen:
+                seen.extend(chunks)
+                self._enable(chunks)
+            return chunks
+
+        return enable_overlap
+
+    def _enabling_provider(self, provider: Callable[..., Any]) -> Callable[..., Any]:
+        """The provider makes one chunk a call; overlap is enabled when all of them are there."""
+        chunks: list[torch.nn.Module] = []
+
+        @functools.wraps(provider)
+        def model_provider(*args: Any, **kwargs: Any) -> Any:
+            built = provider(*args, **kwargs)
+            chunks.extend(built if isinstance(built, list) else [built])
+            if len(chunks) == _chunks_of_this_stage():
+                self._enable(chunks)
+            return built
+
+        return model_provider
+
+    def _enable(self, chunks: list[torch.nn.Module]) -> None:
+        from overlap_train.integrations.megatron.enabling import enable
+
+        enable(chunks, self._overlap)
+        self._chunks.extend(chunks)
+        _note_how_packs_are_cut(chunks)
+        say_what_masks_cost()
+
+    def _counting(self, log: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(log)
+        if "iteration" not in signature.parameters:
+            raise no_place("training_log", "argument iteration")
+
+        @functools.wraps(log)
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            self._assert_enabled("training has begun")
+            overlap_train.check()  # replays of a CUDA graph call no operator that would
+            result = log(*args, **kwargs)
+            _write_counters(self._chunks, signature.bind(*args, **kwargs).arguments["iteration"])
+            return result
+
+        return training_log
+
+    def _assert_enabled(self, when: str) -> None:
+        if not self._chunks:
+            raise RuntimeError(
+                f"--overlap-train: {when}, and no model was built by megatron.training's setup_model_and_optimizer, so nothing "
+                "overlaps; call overlap_train.integrations.megatron.enable(model) where the script builds its model, "
+                "before DDP wraps it, or leave the flag out"
+            )
+
+
+def _write_counters(chunks: list[torch.nn.Module], iteration: int) -> None:
+    """Write them where Megatron writes, at its own interval (--tensorboard-log-interval); nothing without writers."""
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    from overlap_train.integrations.megatron.table import counters
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if not (tensorboard or wandb) or iteration % get_args().tensorboard_log_interval:
+        return
+    values = counters(chunks)
+    if tensorboard:
+        for name, value in values.items():
+            tensorboard.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(values, iteration)
+
+
+def _bracketing(wrapper: type[Any]) -> type[Any]:
+    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
+
+    class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
+        __doc__ = wrapper.__doc__
+
+        def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            from overlap_train.integrations.megatron.graphing import (
+                graphed_passes,  # not before Megatron is imported whole
+            )
+
+            super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
+
+    return FullCudaGraphWrapper
+
+
+def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:
+    """Megatron-LM's scripts cut the packs of --dataloader-inter-document-masking as if they were sequences of one document.
+
+    Raises:
+        RuntimeError: this Megatron's packs say themselves how they are cut, and how they do with this flag is not known here.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+    from overlap_train.integrations.megatron.packed import cuts_packs_as_sequences
+
+    args = arguments_of_script()
+    if not getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False):
+        return
+    ours = [module for chunk in chunks for module in chunk.modules() if isinstance(module, UlyssesSelfAttention)]
+    if ours and hasattr(PackedSeqParams, "cp_partition_mode"):
+        raise RuntimeError(
+            "--dataloader-inter-document-masking: how this Megatron cuts such packs over context-parallel ranks is not known to "
+            "overlap_train, and a wrong guess would give wrong results; leave out the flag, or --cp-comm-type a2a, or take "
+            f"{SUPPORTED}"
+        )
+    for module in ours:
+        cuts_packs_as_sequences(module.config)
+
+
+def _chunks_of_this_stage() -> int:
+    """How many chunks get_model builds: one, or one a virtual stage where there is a pipeline."""
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    stages = args.virtual_pipeline_model_parallel_size
+    return stages if stages is not None and args.pipeline_model_parallel_size > 1 else 1

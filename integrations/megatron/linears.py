@@ -1,0 +1,263 @@
+"""Megatron-Core's parallel linears, and TransformerEngine's as Megatron wraps them, with their communication overlapped.
+
+    ColumnParallelLinear              our all-gather + GEMM
+    RowParallelLinear                 our GEMM + reduce-scatter
+    TELayerNormColumnParallelLinear   TE's norm, then our all-gather + GEMM
+    TEColumnParallelLinear            our all-gather + GEMM
+    TERowParallelLinear               our GEMM + reduce-scatter
+
+Only the class of a built module changes, to a subclass of what it was: parameters, their attributes, checkpoint keys and TE's
+extra state stay. A call that cannot overlap (conditions.py) runs Megatron's or TE's own code and is counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train.integrations.megatron.conditions import attribute, fallback_reason, standing_reason
+from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
+from overlap_train.ops.plan import Plan
+from overlap_train.select.autotune import Autotune
+
+
+@dataclass
+class LinearOverlap:
+    """The attribute `overlap` of an overlapped linear: its settings, its name, what its calls did. No part of a checkpoint."""
+
+    config: OverlapConfig
+    slot: str  # linear slot, one of overlap_train.config.SLOTS
+    name: str  # where it is in the model, for error messages
+    overlapped_calls: int = 0
+    fallback_calls: Counter[str] = field(default_factory=Counter)  # reason -> calls
+    # Of the last overlapped call: the plan by which it ran (of parts the first one's), and in which trial it took part, if any.
+    plan: Plan | None = None
+    trial: Autotune | None = None
+    on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
+    norm: torch.nn.Module | None = None  # of a TELayerNormColumnParallelLinear, made at its first call
+
+    def __post_init__(self) -> None:
+        self._returning = replace(self.config, main_grad="off")
+
+    def count(self, reason: str | None) -> None:
+        """Count one forward call; `reason` None: it overlaps."""
+        if reason is None:
+            self.overlapped_calls += 1
+        else:
+            self.fallback_calls[reason] += 1
+
+    def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
+        """Keep the plan of this call, and its trial, for the table."""
+        self.plan, self.trial = plan, trial
+
+    def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
+        """The settings of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too.
+        TE's do under gradient accumulation fusion only."""
+        adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
+        return self.config if adds else self._returning
+
+    def watched(self, y: torch.Tensor) -> torch.Tensor:
+        """Return y, and let `on_gradient` be called when the gradient of y arrives."""
+        if self.on_gradient is not None and y.requires_grad:
+            y.register_hook(self.on_gradient)
+        return y
+
+
+def gathered_product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y [s, b, N/W] of x [s/W, b, K]: all column linears, Megatron's and TE's, overlap here."""
+    overlap, settings = linear.overlap, linear.overlap.settings(linear, weight)
+    y = all_gather_linear(
+        x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan
+    )  # fmt: skip
+    return overlap.watched(y)
+
+
+def scattered_product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y [s/W, b, N] of x [s, b, K/W]: all row linears, Megatron's and TE's, overlap here."""
+    overlap, settings = linear.overlap, linear.overlap.settings(linear, weight)
+    y = linear_reduce_scatter(
+        x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan
+    )  # fmt: skip
+    return overlap.watched(y)
+
+
+def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(bias to add, bias to return to a caller that adds it itself). TE's linears without a bias have an empty one."""
+    bias = linear.bias if attribute(linear, "use_bias", True) else None
+    is_returned = attribute(linear, "te_return_bias", None)
+    if is_returned is None:
+        is_returned = linear.skip_bias_add
+    return (None, bias) if is_returned else (bias, None)
+
+
+class MegatronFallback:
+    """Megatron's own product, for calls that fall back. Mixed in before one of Megatron's classes."""
+
+    overlap: Any
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = fused_alike(self, weight, kwargs)
+        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **call)  # type: ignore[misc]
+        return self.overlap.watched(y)
+
+
+class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
+    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather.
+
+    enable() makes it of a ColumnParallelLinear. It replaces the product: bias, tied weights and gathering of the output stay
+    Megatron's.
+    """
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        reason = fallback_reason(self, input, weight, kwargs)
+        self.overlap.count(reason)
+        if reason is None:
+            return gathered_product(self, input, weight, kwargs["bias"])
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
+
+class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
+    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
+
+    enable() makes it of a RowParallelLinear. It replaces `forward`, because Megatron reduces there.
+    """
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself (skip_bias_add)."""
+        reason = fallback_reason(self, input_, self.weight)
+        self.overlap.count(reason)
+        if reason is not None:
+            return super().forward(input_)
+        added, returned = biases(self)
+        return scattered_product(self, input_, self.weight, added), returned
+
+
+class TEFallback:
+    """TE's own forward, for calls that fall back. Mixed in before one of Megatron's TE classes."""
+
+    @property
+    def gradient_accumulation_fusion(self: Any) -> bool:
+        """TransformerEngine's fuse_wgrad_accumulation, under the name that Megatron's own linears have for it."""
+        return self.fuse_wgrad_accumulation
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """TE's forward notes for its backward whether to fuse (main_grad.py: is_fused)."""
+        fuses, self.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation, is_fused(self, self.weight)
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.fuse_wgrad_accumulation = fuses
+
+
+class _OverlappedTEColumn(TEFallback):
+    """x [s/W, b, K] -> y [s, b, N/W]; of a linear with a norm, of the normalised x."""
+
+    product: Callable[..., torch.Tensor] = staticmethod(gathered_product)
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself."""
+        reason = te_feature(self) or fallback_reason(self, x, self.weight)
+        self.overlap.count(reason)
+        if reason is not None:
+            y, bias = super().forward(x)
+            return self.overlap.watched(y), bias
+        added, returned = biases(self)
+        return self.product(self, normed(self, x), self.weight, added), returned
+
+
+class _OverlappedTERow(_OverlappedTEColumn):
+    """x [s, b, K/W] -> y [s/W, b, N]."""
+
+    input_is_parallel = True
+    product = staticmethod(scattered_product)
+
+
+def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """x by TE's norm over the parameters of a linear with a norm, whichever objects they are now (meta device, conversions). The
+    norm is kept outside the module, whose parameters and names stay."""
+    if not isinstance(getattr(linear, "layer_norm_weight", None), torch.Tensor):
+        return x
+    norm = linear.overlap.norm
+    if norm is None:
+        norm = megatron_te.TENorm(linear.config, linear.layer_norm_weight.numel(), linear.config.layernorm_epsilon)
+        linear.overlap.norm = norm
+    if norm.weight is not linear.layer_norm_weight:
+        norm.weight = linear.layer_norm_weight
+    if getattr(linear, "layer_norm_bias", None) is not None and norm.bias is not linear.layer_norm_bias:
+        norm.bias = linear.layer_norm_bias
+    return norm(x)
+
+
+@cache
+def overlapped_forms() -> dict[type, type]:
+    """Linear class -> its overlapped subclass."""
+    own: dict[type, type] = {
+        ColumnParallelLinear: OverlappedColumnParallelLinear,
+        RowParallelLinear: OverlappedRowParallelLinear,
+    }
+    return {**own, **te_subclasses(_OverlappedTEColumn, _OverlappedTERow)}
+
+
+def te_subclasses(column: type, row: type, bases: dict[type, type] | None = None) -> dict[type, type]:
+    """Megatron's TE class -> its subclass with a mixin, of the same name: Megatron-FSDP and PEFT tools go by names. Empty without
+    TransformerEngine. bases: what to derive from instead."""
+    if not megatron_te.HAVE_TE:
+        return {}
+    mixins = {
+        megatron_te.TELayerNormColumnParallelLinear: column,
+        megatron_te.TEColumnParallelLinear: column,
+        megatron_te.TERowParallelLinear: row,
+    }
+    return {
+        te: type(te.__name__, (mixin, (bases or {}).get(te, te)), {"__module__": __name__, "__doc__": mixin.__doc__})
+        for te, mixin in mixins.items()
+    }
+
+
+def overlap_linear(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
+    """Overlap a linear of which `why_not` is None, in place."""
+    turn_linear(linear, overlapped_forms()[type(linear)], LinearOverlap(config, slot, name))
+
+
+def turn_linear(linear: Any, form: type, overlap: LinearOverlap) -> None:
+    """Make a linear one of an overlapped class, with its settings."""
+    linear.__class__, linear.overlap = form, overlap
+    if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
+        linear.tensor_model_parallel = True
+        linear.partition_dim = 0 if isinstance(linear, ColumnParallelLinear) else 1
+
+
+def why_not(linear: Any) -> str | None:
+    """Why no call of a linear that is not overlapped can be; None: some can."""
+    if type(linear) not in overlapped_forms():
+        return f"{type(linear).__name__} has no overlapped form"
+    is_own = type(linear) in (ColumnParallelLinear, RowParallelLinear)
+    return standing_reason(linear, weight=None) or (None if is_own else te_feature(linear))
+
+
+def te_feature(linear: Any) -> str | None:
+    """What TE would do in its linears that ours do not."""
+    if attribute(linear, "te_quant_params", None) is not None:
+        return "quantized by TransformerEngine (te_quant_params)"
+    if getattr(linear.config, "delay_wgrad_compute", False):
+        return "delay_wgrad_compute: TransformerEngine computes the weight gradient later"
+    return None
+
+
+def fused_mlp(model: torch.nn.Module) -> str | None:
+    """The class of an MLP in a model that TransformerEngine's op fuser computes without calling its linears; None: there is none.
+
+    Asked of the modules: a spec is given `use_te_op_fuser`, and Megatron-Core 0.16 notes it nowhere in the model's settings.
+    """
+    fused = getattr(megatron_te, "TEFusedMLP", None)
+    found = () if fused is None else (type(module).__name__ for module in model.modules() if isinstance(module, fused))
+    return next(iter(found), None)

@@ -1,0 +1,324 @@
+"""What the parallel linears of a model do: report() as data, the table of it, when it is printed, and counters.
+
+The table is printed once, when sizes are known: at the first gradient that reaches one of the linears. At that time every linear
+that takes part in a step has had its forward: backward begins after the forward of all layers and, in a virtual pipeline, of all
+chunks. That holds with recomputation, whose first forward has no gradient, with several micro-batches in flight, and for graphs,
+which are captured after eager steps. Validation and inference have no gradient and print nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from overlap_train.group.registry import made_domain
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.conditions import divides_weights, standing_exchange_reason, standing_reason
+from overlap_train.integrations.megatron.in_model import (
+    Model,
+    chunks_of,
+    is_overlapped,
+    is_row,
+    named_linears,
+    overlapped_linears,
+    sharing_attentions,
+    slot_of,
+    why_not_ulysses,
+)
+from overlap_train.integrations.megatron.linears import why_not
+from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
+from overlap_train.ops.plan_cache import made_cache
+
+# Characters of a line, unless names, methods and calls leave less than REASON_WIDTH to the reasons.
+WIDTH, REASON_WIDTH = 120, 40
+_NO_PASSES = ("-", "-", "-")
+
+
+@dataclass(frozen=True)
+class LinearReport:
+    """One parallel linear. fprop, dgrad and wgrad say what each pass does.
+
+    method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
+        "-" before the first call, when sizes are not known yet. It is that of the last call which the host made: a CUDA graph
+        goes on with what it has captured.
+    reasons: why that method: one, or those of fprop and of dgrad.
+    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code since the linear was enabled,
+        recomputed ones included. Those of the method collective are among our operators'.
+    exchange: of an attention's linear under context parallelism: how ranks get each other's rows, where its product does not.
+    parts: over TP and Ulysses: into how many parts the last call was cut, which hide each other's exchanges.
+    """
+
+    name: str
+    slot: str | None  # linear slot; None: not one of the linears that this package overlaps
+    fprop: str
+    dgrad: str
+    wgrad: str
+    method: str
+    reasons: tuple[str, ...]
+    overlapped_calls: int = 0
+    fallback_calls: tuple[tuple[str, int], ...] = ()  # (reason, calls)
+    exchange: str | None = None
+    parts: int | None = None
+
+    @property
+    def reason(self) -> str:
+        """Exchange, parts and reasons in words."""
+        hides = "" if self.is_collective else " that hide exchanges"
+        parts = None if self.parts is None else f"{self.parts} parts{hides}"
+        return "; ".join(filter(None, (self.exchange, parts, " / ".join(self.reasons))))
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether our operators run this linear with the method collective in both passes: it hides no communication, but for
+        NCCL beside GEMMs where a column linear's backward has two, as in Megatron-Core."""
+        return self.method == "collective"
+
+    @property
+    def calls(self) -> str:
+        """How often each path has run, in words: for example "overlapped 8", "not overlapped 8" of the method collective, or
+        "overlapped 8, evaluation mode 2"; empty before the first call."""
+        ours = "not overlapped" if self.is_collective else "overlapped"
+        counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
+        return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
+
+
+@dataclass(frozen=True)
+class Report:
+    """All parallel linears of a model. `str()` of it is the table: one row for each group of identical linears, then the passes.
+
+    problem: why nothing was enabled, or which linear slot is missing; None where all went as asked.
+    """
+
+    linears: tuple[LinearReport, ...]
+    problem: str | None = None
+
+    def __str__(self) -> str:
+        rows = _folded(_folded(self.linears, "local_experts"), "layers")
+        heading, *lines = _lines(rows)
+        rule = "-" * max(map(len, (heading, *lines)))
+        passes = _lines_of_passes(rows)
+        notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
+        return "\n".join([*notes, heading, rule, *lines, *([rule, *passes] if passes else [])])
+
+    @property
+    def heading(self) -> str:
+        """A line that is found among the thousands that Megatron prints, and says at once whether overlap acts."""
+        ours = sum(linear.overlapped_calls > 0 for linear in self.linears)
+        exposed = sum(linear.is_collective for linear in self.linears)
+        where = f"{stage()}, layers counted within it: " if stage() else ""
+        without = f", {exposed} of them not overlapped (collective)" if exposed else ""
+        return f"overlap_train: {where}{ours} of {len(self.linears)} linears run our operators{without}"
+
+    def show(self) -> None:
+        print(f"{self.heading}\n{self}", flush=True)
+
+
+def report(model: Model, problem: str | None = None) -> Report:
+    """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
+    attentions = {
+        id(linear): attention
+        for attention in sharing_attentions(model)
+        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj)
+    }
+    rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
+    return Report(tuple(rows), problem)
+
+
+def _row(name: str, linear: Any, attention: Any) -> LinearReport:
+    """attention: under context parallelism, the one whose linear it is."""
+    slot, exchange = slot_of(name), _exchange_beside(linear, attention)
+    row = LinearReport(name, slot, *_NO_PASSES, "megatron", (), exchange=exchange)
+    if not is_overlapped(linear):
+        no_slot = "not one of qkv, proj, fc1, fc2, output" if slot is None else None
+        return replace(row, reasons=(no_slot or why_not(linear) or "not enabled",))
+    overlap = linear.overlap
+    calls = tuple(sorted(overlap.fallback_calls.items()))
+    row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)
+    reason = (standing_exchange_reason if exchanges(linear) else standing_reason)(linear, linear.weight)
+    if reason is None and not overlap.overlapped_calls and overlap.fallback_calls:
+        reason = overlap.fallback_calls.most_common(1)[0][0]
+    if reason is not None:
+        return replace(row, reasons=(reason,))
+    fprop, dgrad, wgrad = _passes(linear)
+    return _with_method(replace(row, fprop=fprop, dgrad=dgrad, wgrad=wgrad), linear)
+
+
+def _exchange_beside(linear: Any, attention: Any) -> str | None:
+    """How the ranks of context parallelism get each other's rows, where no product of an attention's linear exchanges them."""
+    if attention is None or exchanges_now(linear):
+        return None
+    if not isinstance(attention, UlyssesSelfAttention):
+        return f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
+    apart = linear.overlap.apart if exchanges(linear) else None
+    why = "" if apart is None else f": {apart}"
+    return f"all-to-all over {attention.pg_collection.cp.size()} CP ranks not overlapped{why}"
+
+
+def _with_method(row: LinearReport, linear: Any) -> LinearReport:
+    """The row with method and reasons of the last overlapped call, from the plan by which it ran."""
+    plan, trial = linear.overlap.plan, linear.overlap.trial
+    if plan is None:
+        return replace(row, method="-", reasons=("not called yet",))
+    book = made_cache(made_domain(groups_of(linear)[-1]))
+    if book is None:
+        return replace(row, method="-", reasons=("symmetric memory has been freed (overlap_train.shutdown)",))
+    if trial is not None and book.runs.is_under_way(trial):
+        methods = ", ".join(trial.methods)
+        tries = f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
+        return replace(row, method="in turn", reasons=(tries,))
+    row = replace(
+        row,
+        method=" / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method))),
+        reasons=tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason))),
+    )
+    if trial is not None:
+        return replace(
+            row, reasons=("auto: in its turn, the last of a trial that has ended; the next call takes the fastest",)
+        )
+    return replace(row, parts=linear.overlap.parts) if _is_in_two_groups(linear) else row
+
+
+def _is_in_two_groups(linear: Any) -> bool:
+    """Whether a linear gathers or scatters over TP, and its products hide an exchange over context-parallel ranks."""
+    return exchanges_now(linear) and divides_weights(linear)
+
+
+def _passes(linear: Any) -> tuple[str, str, str]:
+    """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call, none before the first; TP: tensor-parallel
+    ranks."""
+    is_both, row = _is_in_two_groups(linear), is_row(linear)
+    sends = "A2A" if exchanges(linear) and (row if is_both else not divides_weights(linear)) else "AG"
+    kept = linear.overlap.config.gathered_input == "keep"
+    again = "GEMM with x kept" if kept else f"{sends}(x) under dgrad, then GEMM"
+    if is_both:
+        *ulysses, tensor = groups_of(linear)
+        tp, cp = f"(TP {tensor.size()})", "".join(f" (CP {group.size()})" for group in ulysses[-1:])
+        if row:
+            return f"A2A(x){cp}, GEMM + RS {tp}", f"AG(dy) + GEMM {tp}, A2A{cp}", again
+        return f"AG(x) + GEMM {tp}, A2A{cp}", f"A2A(dy){cp}, GEMM + RS {tp}", again
+    if sends == "A2A":
+        cp = "".join(f" (CP {group.size()})" for group in groups_of(linear)[-1:])
+        if row:
+            return f"A2A(x) + GEMM{cp}", f"GEMM + A2A{cp}", again
+        return f"GEMM + A2A{cp}", f"A2A(dy) + GEMM{cp}", "GEMM with the received dy"
+    if row:
+        return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
+    return "AG(x) + GEMM", "GEMM + RS", again
+
+
+def _lines(rows: Sequence[LinearReport]) -> list[str]:
+    """The heading and the rows. A reason that does not fit into its column goes on in the next line."""
+    cells = [("linear", "method", "calls"), *((row.name, row.method, row.calls) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    indent = " " * (sum(widths) + 2 * len(widths))
+    wrapper = textwrap.TextWrapper(max(WIDTH, len(indent) + REASON_WIDTH), break_on_hyphens=False)
+    wrapper.subsequent_indent = indent
+    lines = []
+    for row, reason in zip(cells, ("reason", *(row.reason for row in rows)), strict=True):
+        wrapper.initial_indent = "".join(f"{cell:{width}}  " for cell, width in zip(row, widths, strict=True))
+        lines += wrapper.wrap(reason) or [wrapper.initial_indent.rstrip()]
+    return lines
+
+
+def _lines_of_passes(rows: Sequence[LinearReport]) -> list[str]:
+    """What the passes do, in a line for all linears that do the same. A slot whose linears differ is named by its linears."""
+    passes = [(row, (row.fprop, row.dgrad, row.wgrad)) for row in rows if row.fprop != "-"]
+    kinds = Counter(slot for slot, _ in {(row.slot, does) for row, does in passes})
+    named: dict[tuple[str, str, str], list[str]] = {}
+    for row, does in passes:
+        named.setdefault(does, []).append(row.slot if row.slot and kinds[row.slot] == 1 else row.name)
+    return [
+        f"{', '.join(dict.fromkeys(names))}: fprop {fprop}; dgrad {dgrad}; wgrad {wgrad}"
+        for (fprop, dgrad, wgrad), names in named.items()
+    ]
+
+
+def _folded(rows: Sequence[LinearReport], part: str) -> list[LinearReport]:
+    """One row for linears that differ in one index of their names only: "decoder.layers.0-3.mlp.linear_fc1" of `layers`."""
+    groups: dict[LinearReport, list[int]] = {}
+    for row in rows:
+        index = re.search(rf"\b{part}\.(\d+)\.", row.name)
+        name = row.name if index is None else row.name.replace(index[0], f"{part}.*.", 1)
+        groups.setdefault(replace(row, name=name), []).extend([int(index[1])] if index else [])
+    return [replace(row, name=row.name.replace("*", _ranges(numbers), 1)) for row, numbers in groups.items()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+class FirstTable:
+    """Prints the table of a model when it is called, once. Linears call it with their outputs' gradients."""
+
+    def __init__(self, model: Model) -> None:
+        self._chunks = chunks_of(model)
+        for linear in overlapped_linears(self._chunks):
+            linear.overlap.on_gradient = self
+
+    def __call__(self, gradient: torch.Tensor | None = None) -> None:
+        chunks, self._chunks = self._chunks, []
+        for linear in overlapped_linears(chunks):
+            linear.overlap.on_gradient = None
+        if chunks and _prints():
+            report(chunks).show()
+
+
+def print_table(model: Model) -> None:
+    """Print the table of an enabled model now, unless it has been printed: after a run without a backward, for instance."""
+    for linear in overlapped_linears(model):
+        if linear.overlap.on_gradient is not None:
+            linear.overlap.on_gradient()
+
+
+def _prints() -> bool:
+    """Whether this rank speaks for the ranks whose table is the same: global rank 0, and the first rank of each other stage."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        return True
+    if not stage():
+        return False
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return parallel_state.get_tensor_model_parallel_rank() == 0 and replica == 0
+
+
+def stage() -> str:
+    """This rank's pipeline stage in words, for example "pipeline stage 0 of 2"; empty without a pipeline."""
+    if not parallel_state.model_parallel_is_initialized():
+        return ""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return f"pipeline stage {parallel_state.get_pipeline_model_parallel_rank()} of {stages}" if stages > 1 else ""
+
+
+def counters(model: Model) -> dict[str, float]:
+    """Counters of overlapped linears by name, for Megatron's TensorBoard and W&B writers.
+
+        overlap_train/<slot>/overlapped_calls   forward calls that overlapped, of all linears of that slot on this rank
+        overlap_train/<slot>/fallback_calls     forward calls that took Megatron's own path
+        overlap_train/symmetric_mib             symmetric memory of this rank, in MiB
+
+    Calls are counted from the start of the process, recomputed ones included. Megatron writes from the last rank: with a
+    pipeline these are the figures of the last stage.
+    """
+    values: Counter[str] = Counter()
+    linears = overlapped_linears(model)
+    for overlap in (linear.overlap for linear in linears):
+        values[f"overlap_train/{overlap.slot}/overlapped_calls"] += overlap.overlapped_calls
+        values[f"overlap_train/{overlap.slot}/fallback_calls"] += overlap.fallback_calls.total()
+    calling = [linear for linear in linears if linear.overlap.overlapped_calls]  # the others hold no memory
+    groups = {group for linear in calling for group in groups_of(linear)}
+    domains = [domain for group in groups if (domain := made_domain(group)) is not None and domain.heap is not None]
+    return {**values, "overlap_train/symmetric_mib": sum(domain.layout.nbytes for domain in domains) / 2**20}

@@ -1,0 +1,277 @@
+"""The linears of a Ulysses attention, Megatron's and TransformerEngine's, that exchange within their product.
+
+    linear_qkv    to_heads    x [s/W, b, K] -> q, k, v of all rows and some heads     GEMM + all-to-all
+    linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
+
+W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back: it is
+Megatron's forward. Only the class of a built module changes: parameters and checkpoint keys stay.
+
+Where tensor parallelism (TP) divides the weights, linear_qkv is AG(x) + GEMM over TP and then the all-to-all, linear_proj the
+all-to-all and then GEMM + RS over TP. A long sequence passes in parts: the product of one hides the exchange of another. Where
+that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from overlap_train import (
+    AttentionHeads,
+    OverlapConfig,
+    QkNorm,
+    Rotary,
+    SequenceLayout,
+    SequenceShards,
+    attention_output_linear,
+    qkv_all_to_all,
+)
+from overlap_train.config import flag_name
+from overlap_train.integrations.megatron.conditions import divides_weights, exchange_reason, standing_exchange_reason
+from overlap_train.integrations.megatron.linears import (
+    LinearOverlap,
+    MegatronFallback,
+    OverlappedColumnParallelLinear,
+    OverlappedRowParallelLinear,
+    TEFallback,
+    biases,
+    normed,
+    overlapped_forms,
+    te_feature,
+    te_subclasses,
+    turn_linear,
+)
+from overlap_train.ulysses.two_groups import Groups, Sizes, nodes_of_groups, sizes_of_heads, sizes_of_rows
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One call's exchange between sequence shards and head shards.
+
+    group: the context-parallel ranks; None where the call has none. heads: of all ranks of the group, and of this
+    tensor-parallel rank. layout: how the ranks share the sequence. order: which row of the sequence each row of each rank is,
+    rank after rank; places: where each row of the sequence is among these. Both on the device of the activations.
+    """
+
+    group: dist.ProcessGroup | None
+    heads: AttentionHeads
+    layout: SequenceLayout
+    order: torch.Tensor
+    places: torch.Tensor
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def shards(self, tp_group: dist.ProcessGroup | None) -> SequenceShards:
+        """Who has which rows, for the operators. tp_group: of the linear that exchanges."""
+        assert self.group is not None
+        return SequenceShards(self.group, self.layout, tp_group)
+
+
+@dataclass
+class UlyssesOverlap(LinearOverlap):
+    """The attribute `overlap` of a linear that exchanges within its product."""
+
+    groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
+    # Under TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
+    # Before the first such call also why there is none.
+    apart: str | None = None
+    parts: int | None = None
+
+    def count_exchange(self, reason: str | None, exchange: Exchange) -> None:
+        """Count one forward call, as `count`, and note the group over which it exchanged."""
+        self.count(reason)
+        if reason is None and exchange.group is not None:
+            self.groups.pop(exchange.group, None)
+            self.groups[exchange.group] = None
+
+
+def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+    """Why a linear over TP and the exchange of this call do not hide each other; None: they do.
+
+    The same on all ranks of both groups. On GPUs the first call that is long enough communicates.
+    """
+    is_qkv = linear.overlap.slot == "qkv"
+    if is_qkv and linear.weight.shape[0] != exchange.heads.features:
+        return "fewer KV heads than TP ranks: Megatron gathers the product first"
+    if parts_of_call(linear, x, exchange) == 1:
+        return "too short to be cut into parts"
+    return _why_not_on_gpus(linear, x, exchange) if x.is_cuda else None
+
+
+def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+    config = linear.overlap.config
+    if config.method == "auto" and config.provider == "nvshmem":
+        return "NVSHMEM serves one group of a process"
+    nodes = nodes_of_groups(_groups(linear, exchange), config, x.device, linear.overlap.name)
+    if min(nodes) > 1:
+        return "both TP and CP ranks span nodes"
+    if max(nodes) > 1 and config.method == "auto":
+        return f"not measured across nodes of GPUs yet; {flag_name('method')} fused tries it"
+    return None
+
+
+def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
+    """Into how many parts this call is cut."""
+    return len(_sizes(linear, x, exchange).parts(linear.overlap.config))
+
+
+def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
+    groups = _groups(linear, exchange)
+    if linear.overlap.slot == "qkv":
+        return sizes_of_heads(x, linear.weight, exchange.heads, groups)
+    return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
+
+
+def _groups(linear: Any, exchange: Exchange) -> Groups:
+    assert exchange.group is not None
+    return Groups(exchange.group, linear.tp_group)
+
+
+class _Exchanging:
+    """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_rows). Mixed in before a linear class
+    of Megatron's or TransformerEngine's."""
+
+    overlap: UlyssesOverlap
+    # What the call under way does, where it is not Megatron's linear.
+    _instead: Callable[[torch.Tensor], Any] | None = None
+
+    def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
+        """Why this call cannot exchange within its product; None: it can. Counts the call.
+
+        With a reason, the attention calls the linear and exchanges by a collective. Over TP the linear counts such a call itself.
+        """
+        reason = te_feature(self) or exchange_reason(self, x, exchange.group)
+        if not divides_weights(self):
+            self.overlap.count_exchange(reason, exchange)
+            return reason
+        overlap = self.overlap
+        # Later the table goes on to say what exchanges do.
+        if reason is None or (overlap.parts is None and overlap.apart is None):
+            overlap.apart = reason = reason or why_apart(self, x, exchange)
+        if reason is None:
+            overlap.parts = parts_of_call(self, x, exchange)
+            overlap.count_exchange(None, exchange)
+        return reason
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        instead, self._instead = self._instead, None
+        return super().forward(*args, **kwargs) if instead is None else instead(*args)  # type: ignore[misc]
+
+    def _call(self: Any, x: torch.Tensor, instead: Callable[[torch.Tensor], Any]) -> Any:
+        """Call the module, with its hooks, and run `instead` in place of its forward.
+
+        `instead` is no argument of the call: hooks would see it, and Megatron's activation logging saves the arguments of a call.
+        """
+        self._instead = instead
+        try:
+            return self(x)
+        finally:
+            self._instead = None
+
+    def to_heads(
+        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
+    ) -> Heads:
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated.
+
+        For a call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks.
+        """
+        return self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
+
+    def _to_heads(
+        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
+    ) -> Heads:
+        overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
+        q, k, v = qkv_all_to_all(
+            normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
+            qk_norm=None if norm is None else norm(), rotary=rotary,
+            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+        )  # fmt: skip
+        return overlap.watched(q), k, v
+
+    def to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself. For a call of which `reason` is None."""
+        return self._call(x, partial(self._to_rows, exchange=exchange))
+
+    def _to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
+        overlap, (added, returned) = self.overlap, biases(self)
+        y = attention_output_linear(
+            x, self.weight, added, shards=exchange.shards(self.tp_group),
+            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+        )  # fmt: skip
+        return overlap.watched(y), returned
+
+
+class UlyssesColumnParallelLinear(_Exchanging, MegatronFallback, ColumnParallelLinear):
+    """linear_qkv of a Ulysses attention."""
+
+
+class UlyssesRowParallelLinear(_Exchanging, MegatronFallback, RowParallelLinear):
+    """linear_proj of a Ulysses attention."""
+
+
+class UlyssesColumnOverTP(_Exchanging, OverlappedColumnParallelLinear):
+    """linear_qkv of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
+
+
+class UlyssesRowOverTP(_Exchanging, OverlappedRowParallelLinear):
+    """linear_proj of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
+
+
+class _TEExchanging(_Exchanging, TEFallback):
+    """Makes TransformerEngine's linears, as Megatron wraps them, exchange within their product."""
+
+
+class _TEExchangingRow(_TEExchanging):
+    input_is_parallel = True
+
+
+@cache
+def _forms(over_tp: bool) -> dict[type, type]:
+    """Linear class -> the class that exchanges."""
+    forms: dict[type, type] = {
+        ColumnParallelLinear: UlyssesColumnOverTP if over_tp else UlyssesColumnParallelLinear,
+        RowParallelLinear: UlyssesRowOverTP if over_tp else UlyssesRowParallelLinear,
+    }
+    return {**forms, **te_subclasses(_TEExchanging, _TEExchangingRow, overlapped_forms() if over_tp else None)}
+
+
+def why_no_exchange(linear: Any) -> str | None:
+    """Why no call of a linear can exchange within its product; None: some can."""
+    if type(linear) not in _forms(over_tp=False):
+        return f"{type(linear).__name__} has no form that exchanges"
+    return te_feature(linear) or standing_exchange_reason(linear, None)
+
+
+def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
+    """Let a linear of which `why_no_exchange` is None exchange, in place."""
+    turn_linear(linear, _forms(divides_weights(linear))[type(linear)], UlyssesOverlap(config, slot, name))
+
+
+def exchanges(linear: Any) -> bool:
+    """Whether a linear is of a class that exchanges within its product."""
+    return isinstance(linear, _Exchanging)
+
+
+def exchanges_now(linear: Any) -> bool:
+    """Whether a product of the linear hides its exchange, as far as settings tell; over TP, whether it did in the last call."""
+    if not exchanges(linear) or linear.overlap.apart is not None:
+        return False
+    return standing_exchange_reason(linear, linear.weight) is None
+
+
+def groups_of(linear: Any) -> list[dist.ProcessGroup]:
+    """The groups over which an overlapped linear communicates, the last call's last."""
+    if not exchanges(linear):
+        return [linear.tp_group]
+    return [*linear.overlap.groups, *([linear.tp_group] if divides_weights(linear) else [])]

@@ -1,0 +1,233 @@
+"""Models of Megatron's TransformerEngine spec, checked on each rank of test_transformer_engine.py, where TE is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.mlp import MLP
+
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import SDPACoreAttention, provide_accumulation_fusion, report
+from overlap_train.integrations.megatron.norm import norm_within
+from tests.megatron import layout, models, te_stand_in, ulysses
+from tests.megatron.linears import model_config
+from tests.megatron.models import LLAMA, quietly_enable
+from tests.megatron.test_main_grad import GRADIENTS, as_ddps_hook, as_in_ddp
+
+RMS = dict(normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False)
+ZERO_CENTERED = dict(normalization="LayerNorm", layernorm_zero_centered_gamma=True, add_bias_linear=True)
+QKV_BIAS = dict(normalization="RMSNorm", add_bias_linear=False, add_qkv_bias=True)
+DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+ARCHITECTURES = {"rms": RMS, "zero-centered": ZERO_CENTERED, "qkv-bias": QKV_BIAS}
+
+
+def model_of(context_parallel: int, tensor_parallel: int = 1, **architecture: Any) -> Any:
+    """A GPT of Megatron's TE spec; the same weights at every call. Over TP with torch's core attention."""
+    layout.prepare()
+    layout.use(tensor_parallel, context_parallel=context_parallel)
+    TEDotProductAttention.cp_stream = object()  # it would make one on a GPU
+    ulysses = {**LLAMA, "cp_comm_type": "a2a"} if tensor_parallel == 1 else DROPOUT
+    config = model_config(
+        tensor_model_parallel_size=tensor_parallel, sequence_parallel=tensor_parallel > 1,
+        context_parallel_size=context_parallel, **{**ulysses, **architecture},
+    )  # fmt: skip
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    if config.qk_layernorm:  # the spec of a TransformerEngine as old as the stand-in's version has Apex' norms there
+        parts = spec.submodules.self_attention.submodules
+        parts.q_layernorm = parts.k_layernorm = TENorm
+    if tensor_parallel > 1:
+        spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return GPTModel(config, spec, vocab_size=48, max_sequence_length=16, position_embedding_type="rope")
+
+
+def train(model: Any, context_parallel: int = 1) -> list[float]:
+    model.config.finalize_model_grads_func = finalize_model_grads
+    wrapped, data = ulysses.wrapped(model), ulysses.batches(ulysses.Run(context_parallel=context_parallel))
+    optimizer, losses = models.optimizer_of(wrapped), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(ulysses.forward_backward(wrapped, data))
+        optimizer.step()
+    return losses
+
+
+def training_with_overlap_is_training_without() -> None:
+    for architecture in (RMS, ZERO_CENTERED, QKV_BIAS):
+        own, overlapped = (model_of(1, 2, **architecture) for _ in range(2))
+        before, classes = dict(overlapped.named_parameters()), names(overlapped)
+        quietly_enable(overlapped, OverlapConfig())
+        after = dict(overlapped.named_parameters())
+        assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+        assert names(overlapped) == classes and list(own.state_dict()) == list(overlapped.state_dict())
+        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        keys = [model.sharded_state_dict(metadata=metadata).keys() for model in (own, overlapped)]
+        assert keys[0] == keys[1]
+        te_stand_in._Norm.calls = 0
+        losses = train(overlapped)
+        # layers, norms, micro-batches of three steps; the block's final norm
+        assert te_stand_in._Norm.calls == 2 * 2 * 6 + 6
+        assert losses == pytest.approx(train(own), rel=1e-5)
+        linears = [linear for linear in report(overlapped).linears if linear.slot is not None]
+        assert {(linear.method, linear.calls) for linear in linears} == {("chunked", "overlapped 6")}
+        for a, b in zip(own.parameters(), overlapped.parameters(), strict=True):
+            assert float((a.main_grad - b.main_grad).abs().max()) < 1e-5
+
+
+def evaluation_is_transformer_engines_and_a_second_enable_changes_nothing() -> None:
+    model, tokens, positions = model_of(1, 2, **RMS), torch.arange(32).reshape(2, 16), torch.arange(16).expand(2, -1)
+    quietly_enable(model, OverlapConfig())
+    trained = model(tokens, positions, None)
+    quietly_enable(model, OverlapConfig())
+    torch.testing.assert_close(model.eval()(tokens, positions, None), trained, rtol=1e-4, atol=1e-5)
+    assert {linear.calls for linear in report(model).linears} == {"overlapped 1, evaluation mode 1"}
+
+
+def the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too() -> None:
+    model = model_of(1, 2, **RMS)
+    quietly_enable(model, OverlapConfig())
+    linear, gradients = model.decoder.layers[0].mlp.linear_fc1, []
+    weight = linear.weight
+    for fused in (False, True):
+        linear.fuse_wgrad_accumulation, weight.grad, weight.main_grad = fused, None, torch.zeros_like(weight)
+        linear(torch.linspace(-1, 1, 8 * 2 * 32).reshape(8, 2, 32))[0].square().sum().backward()
+        assert (bool(weight.main_grad.any()), weight.grad is None) == (fused, fused)
+        gradients.append(weight.main_grad if fused else weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=0)
+
+
+def calls_that_fall_back_do_as_overlapped_ones() -> None:
+    """An overlapped call and one of TE's in a step give the sum of both alone; so do those of a Ulysses attention."""
+    provide_accumulation_fusion()  # the output layer is Megatron's own
+    for fusion, main_grad, dtype in ((False, *GRADIENTS[0]), *((True, *gradient) for gradient in GRADIENTS)):
+        bound = 1e-6 if dtype == torch.float32 else 2**-7
+        assert max(_errors(fusion, main_grad, dtype)) < bound
+        model = model_of(2, gradient_accumulation_fusion=fusion).to(dtype)
+        quietly_enable(model, OverlapConfig(method="chunked", main_grad=main_grad))
+        assert ulysses.error_of_two_kinds_of_call(model) < bound
+
+
+def _errors(fusion: bool, main_grad: str, dtype: Any) -> Iterator[float]:
+    model = model_of(1, 2, **RMS).to(dtype)
+
+    quietly_enable(model, OverlapConfig(main_grad=main_grad))
+    mlp = model.decoder.layers[0].mlp
+    for linear in (mlp.linear_fc1, mlp.linear_fc2):
+        linear.fuse_wgrad_accumulation, weight = fusion, linear.weight
+        x = torch.randn(8, 2, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+
+        def added(*modes: bool, linear: Any = linear, weight: Any = weight, x: Any = x) -> torch.Tensor:
+            as_in_ddp(weight, dtype)
+            weight.main_grad.zero_()
+            for mode in modes:
+                linear.train(mode)(x)[0].square().sum().backward()
+                as_ddps_hook(weight)
+            return weight.main_grad.clone()
+
+        expected = added(True) + added(False)
+        assert linear.fuse_wgrad_accumulation == fusion, "as before"
+        yield from (
+            float((added(*order) - expected).abs().max() / expected.abs().max())
+            for order in ((True, False), (False, True))
+        )
+
+
+def what_cannot_overlap_stays_transformer_engines() -> None:
+    model = model_of(1, 2, **RMS)
+    model.config.delay_wgrad_compute = True  # one config object for the whole model
+    quietly_enable(model, OverlapConfig())
+    assert {linear.name for linear in report(model).linears if linear.method != "megatron"} == {"output_layer"}
+    model = model_of(1, 2, **RMS)
+    model.config.use_transformer_engine_op_fuser = True
+    gated = model_of(2)
+    gated.config.attention_output_gate = True
+    for refused, why in (
+        (model, "use_transformer_engine_op_fuser=True"),
+        (_fused_by_its_spec(), "TEFusedMLPWithGroupedLinear in the model"),
+        (gated, "attention_output_gate=True"),
+        (model_of(2, cp_comm_type="p2p"), "tensor_model_parallel_size=1.*--cp-comm-type a2a"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            quietly_enable(refused, OverlapConfig())
+    quietly_enable(gated, OverlapConfig(on_unsupported="fallback"))
+    assert type(gated.decoder.layers[0].self_attention).__name__ == "SelfAttention"
+
+
+def _fused_by_its_spec() -> Any:
+    """A model whose spec was made with use_te_op_fuser: its settings do not say so. The stand-in is too old to have the class."""
+    megatron_te.TEFusedMLP = type("TEFusedMLP", (MLP,), {})
+    model = model_of(1, 2, **RMS)
+    model.decoder.layers[1].mlp.__class__ = type("TEFusedMLPWithGroupedLinear", (megatron_te.TEFusedMLP,), {})
+    return model
+
+
+def ulysses_trains_as_one_rank_and_everything_keeps_its_name() -> None:
+    for settings in ({}, {"qk_layernorm": True, "layernorm_zero_centered_gamma": True}):
+        alone = model_of(1, **settings)
+        expected = train(alone, 1)
+        model = model_of(2, **settings)
+        before, classes = dict(model.named_parameters()), names(model)
+        quietly_enable(model, OverlapConfig(method="chunked"))
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+        assert names(model) == classes and list(model.state_dict()) == list(alone.state_dict())
+        if settings:
+            attention = model.decoder.layers[0].self_attention
+            norm, _ = norm_within(attention.q_layernorm, attention.k_layernorm, attention.linear_qkv.weight)
+            assert norm is not None and norm().zero_centered, "within the exchange's pass"
+        losses = train(model, 2)
+        assert losses == pytest.approx(expected, rel=2e-6) and losses[-1] < losses[0]
+        rows = {row.slot: (row.fprop, row.method, row.calls) for row in report(model).linears}
+        assert rows["qkv"] == ("GEMM + A2A (CP 2)", "chunked", "overlapped 6")
+        assert rows["proj"] == ("A2A(x) + GEMM (CP 2)", "chunked", "overlapped 6")
+
+
+def rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there() -> None:
+    """Documents of 5 and 10 rows, padded to 8 and 16, and 8 rows of none: this rank has half of each."""
+    model = model_of(2)
+    quietly_enable(model, OverlapConfig(method="chunked"))
+    real, ends = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 15], [0, 8, 24]))
+    packed = PackedSeqParams("thd", real, real, ends, ends, 16, 16)
+    x = torch.randn(16, 1, model.config.hidden_size, requires_grad=True)
+    attention = model.decoder.layers[0].self_attention
+    attention.core_attention.kept_packed_seq_params.add("cu_seqlens_q_padded")  # as of TransformerEngine 1.8
+    y, _ = attention(x, None, packed_seq_params=packed)
+    y.square().sum().backward()
+    rank = torch.distributed.get_rank()
+    rows = ((0, 1, 6, 7), (2, 3, 4, 5))[rank], ((0, 1, 2, 3, 12, 13, 14, 15), tuple(range(4, 12)))[rank]
+    counts = [row < 5 for row in rows[0]] + [row < 10 for row in rows[1]] + [False] * 4
+    assert y.isfinite().all() and [bool(row.any()) for row in y.detach()[:, 0]] == counts
+    gradients = (x.grad, *(parameter.grad for parameter in attention.parameters() if parameter.grad is not None))
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def other_layers_are_left_to_their_core_attention() -> None:
+    try:
+        model = model_of(2, cp_comm_type=["a2a", "p2p"])
+    except IndexError:  # Megatron-Core 0.16 looks one layer too far in a list of cp_comm_type
+        return
+    quietly_enable(model, OverlapConfig(slots=("qkv", "proj")))
+    reasons = {row.name: row.reason for row in report(model).linears}
+    assert reasons["decoder.layers.0.self_attention.linear_qkv"] == "not called yet"
+    left = "context parallelism: cp_comm_type='p2p' is left to the core attention"
+    assert left in reasons["decoder.layers.1.self_attention.linear_qkv"]
+    groups = [layer.self_attention.core_attention.cp_group for layer in model.decoder.layers]
+    assert [group is None for group in groups] == [True, False]
+
+
+def names(model: Any) -> dict[str, str]:
+    """Class names of the linears, by which Megatron-FSDP and PEFT tools go."""
+    return {
+        name: type(module).__name__ for name, module in model.named_modules() if "layers" in name and "linear" in name
+    }

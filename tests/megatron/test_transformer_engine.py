@@ -1,0 +1,46 @@
+"""Models of Megatron's TransformerEngine spec (over a stand-in) train the same with overlap and without, and over Ulysses."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from tests.megatron import te_stand_in
+from tests.processes import run_ranks, values
+
+NAMES = (
+    "training_with_overlap_is_training_without",
+    "evaluation_is_transformer_engines_and_a_second_enable_changes_nothing",
+    "the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too",
+    "calls_that_fall_back_do_as_overlapped_ones",
+    "what_cannot_overlap_stays_transformer_engines",
+    "ulysses_trains_as_one_rank_and_everything_keeps_its_name",
+    "rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there",
+    "other_layers_are_left_to_their_core_attention",
+)
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    """Check -> its traceback, of those that failed in each of two fresh processes: TE must be there before Megatron is."""
+    return values(run_ranks(2, everything, limit_s=250.0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_of_transformer_engine(failures: list[dict[str, str]], name: str):
+    for failed in failures:
+        assert failed.get(name) is None, failed[name]
+
+
+def everything(rank: int, world: int) -> dict[str, str]:
+    te_stand_in.install()
+    from tests.megatron import te_models
+
+    failed = {}
+    for name in NAMES:
+        try:
+            getattr(te_models, name)()
+        except BaseException:
+            failed[name] = traceback.format_exc()
+    return failed
