@@ -131,7 +131,7 @@ def test_ranks_that_raised_in_different_places_do_not_go_on(case: Case) -> None:
         raise MemoryError("none left")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ChunkedGather, "matmul" if case.rank == case.world - 1 else "start", refuse)
+        patched.setattr(ChunkedGather, "matmul" if case.rank == case.world - 1 else "__init__", refuse)
         with pytest.raises(MemoryError):
             gather(case)
     with pytest.raises(OverlapMismatchError) as caught:

@@ -46,6 +46,7 @@ def a_domain(machine: Simulation) -> SimulatedDomain:
     layout = core("group.slots").Layout(WORLD, SLOT_BYTES, 2 * SLOT_BYTES)
     machine.memory[0] = Memory()
     domain = machine.domain(Scheduler(0), SimulatedHeap(WORLD, layout), layout, 0)
+    domain.on_gpu = True  # sums are kernels
     domain.workspace.begin(TAG, 1, False)
     open_once = functools.cache(domain.workspace.open)
     domain.workspace.open = lambda shape, dtype, tag: open_once(shape, dtype, tag)
@@ -144,7 +145,6 @@ def test_launches_of_one_key_are_compiled_alike(name: str, monkeypatch: pytest.M
             found.setdefault(key, set()).add(compiled_for(launch))
 
     monkeypatch.setattr(LaunchCache, "run", run)
-    monkeypatch.setattr(gemm_reduce_scatter, "on_a_gpu", lambda domain: True)
     machine = NodeSimulation(WORLD) if site is node_sum else Simulation(WORLD, device_waits=True)
     domain = a_domain(machine)
     for unaligned in (None, *range(operands)):
@@ -163,7 +163,6 @@ def test_80_layers_of_one_shape_share_a_launch(name: str, monkeypatch: pytest.Mo
             described[cache._packed.put(key, describe()).kernel.fn.__name__] += 1
 
     monkeypatch.setattr(LaunchCache, "run", run)
-    monkeypatch.setattr(gemm_reduce_scatter, "on_a_gpu", lambda domain: True)
     machine = NodeSimulation(WORLD) if site is node_sum else Simulation(WORLD, device_waits=True)
     domain, make = a_domain(machine), making(None)
     open_once = domain.workspace.open
@@ -192,9 +191,8 @@ def test_few_rows_leave_the_sms_of_an_exchange_beside_them(monkeypatch: pytest.M
     make, domain = making(None), a_domain(Simulation(WORLD))
     for spared_sms in (0, 5):
         plan: Any = SimpleNamespace(spared_sms=spared_sms)
-        LowLatencyGather(domain, plan, TAG, make(ROWS, COLUMNS)).start()
+        LowLatencyGather(domain, plan, TAG, make(ROWS, COLUMNS))
         scatter = LowLatencyScatter(domain, plan, TAG, make(WORLD * ROWS, COLUMNS), make(COLUMNS, COLUMNS))
-        scatter.start()
         scatter.finish()
     keys, grids = zip(*found, strict=True)
     assert grids == ((132,), (132,), (127,), (127,)) and len(set(keys)) == 4

@@ -72,7 +72,7 @@ def _after_memory_ran_out(rank: int, world: int) -> None:
 def _raised_in_different_places(rank: int, world: int) -> str:
     """All ranks raise, but one before its slot was used: memory does not run out everywhere in the same place. The slot would
     stay one use apart, and the blocks of an earlier call would count as those of the next."""
-    case, place = _case(), (ChunkedGather, "matmul" if rank else "start")
+    case, place = _case(), (ChunkedGather, "matmul" if rank else "__init__")
     x, w = torch.ones(4, 8), torch.ones(8, 8)
 
     def refuse(*_: Any) -> None:
