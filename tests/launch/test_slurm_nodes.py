@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -137,9 +136,3 @@ def test_a_job_whose_node_is_lost_says_so_and_starts_again_when_it_is_back(run: 
     run.site.machines.mend(1)
     run.site.slurm.reboot(run.site.machines.nodes[1])
     run.until(lambda: re.search(r"newest checkpoint: \d+; .*/start-1\.0$", run.output(), re.MULTILINE), "a new start")
-
-
-def test_without_root_the_reason_to_skip_names_what_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "missing", lambda: "")
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert re.match(r"a job on two nodes .* that loses a node, are not tested: .* needs root$", machines.missing())
