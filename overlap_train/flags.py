@@ -22,15 +22,8 @@ PROVIDERS, NETWORKS = (
     next(f.metadata["choices"] for f in fields(OverlapConfig) if f.name == name) for name in ("provider", "network")
 )
 # What to install where a tool needs a package that is not there.
-PIP_NAMES = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "rich": "rich",
-    "packaging": "packaging",
-    "triton": "triton",
-    "megatron": "megatron-core",
-    "matplotlib": "matplotlib",
-    "nvshmem": "nvshmem4py-cu13",
+PIP_NAMES = {"megatron": "megatron-core", "nvshmem": "nvshmem4py-cu13"} | {
+    name: name for name in ("torch", "numpy", "rich", "packaging", "triton", "matplotlib")
 }
 RANK_0_S = 10.0  # what rank 0 gets to say what is wrong before other ranks end; torchrun ends them once it has
 Options = TypeVar("Options")
