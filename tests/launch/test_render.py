@@ -58,14 +58,19 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     return Commands(tmp_path, monkeypatch)
 
 
-def srun_of(script: Path, commands: Commands, *arguments: str, **given: str) -> list[str]:
-    """The arguments of srun when the script runs as a job of two nodes."""
+def started(script: Path, commands: Commands, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """The script as a job of two nodes."""
     commands.add("srun")
     commands.add("scontrol", SCONTROL)
     environment = {**os.environ, **SLURM, **given}
-    result = subprocess.run(
+    return subprocess.run(
         ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
     )
+
+
+def srun_of(script: Path, commands: Commands, *arguments: str, **given: str) -> list[str]:
+    """The arguments of srun when the script runs."""
+    result = started(script, commands, *arguments, **given)
     assert result.returncode == 0, result.stdout + result.stderr
     return commands.given("srun")
 
@@ -149,9 +154,7 @@ def test_a_script_of_megatron_is_not_started_beside_an_empty_tracker(tmp_path: P
     job = a_job(tmp_path, recipe="", module="overlap_train.integrations.megatron")
     Path(job.checkpoints, "iter_0000002").mkdir(parents=True)
     Path(job.checkpoints, TRACKER).touch()
-    commands.add("srun")
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    result = started(written(tmp_path, job), commands)
     assert result.returncode == 2
     assert f"error: {job.checkpoints}/{TRACKER} is empty" in result.stderr
 
@@ -175,10 +178,7 @@ def test_two_jobs_do_not_save_into_one_folder(
     claim.parent.mkdir(parents=True)
     claim.write_text(claimed)
     commands.add("squeue", f'#!/bin/bash\n[[ " $* " = *" --jobs={claimed} "* ]] && echo "{running}"\n')
-    commands.add("srun")
-    commands.add("scontrol", SCONTROL)
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    result = started(written(tmp_path, job), commands)
     assert result.returncode == (2 if is_refused else 0), result.stderr
     assert ("error: job 12 is running and saves into" in result.stderr) == is_refused
     assert claim.read_text().strip() == (claimed if is_refused else SLURM["SLURM_JOB_ID"])
@@ -187,9 +187,7 @@ def test_two_jobs_do_not_save_into_one_folder(
 def test_a_folder_that_cannot_be_claimed_is_named(tmp_path: Path, commands: Commands) -> None:
     job = a_job(tmp_path)
     Path(job.checkpoints, "slurm_job").mkdir(parents=True)  # root may write everywhere
-    commands.add("srun")
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    result = started(written(tmp_path, job), commands)
     assert result.returncode == 2
     assert f"error: CHECKPOINT_DIR={job.checkpoints} cannot be written" in result.stderr
 
