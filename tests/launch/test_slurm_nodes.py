@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -87,6 +90,22 @@ def run(site: Site, tmp_path: Path) -> Iterator[Run]:
     site.machines.throttle("1gbit")
     yield run
     site.slurm.command("scancel", run.number)
+
+
+def test_the_doctor_tries_operators_between_two_hosts(site: Site, tmp_path: Path) -> None:
+    first, report = site.machines.nodes[0].address, tmp_path / "r.json"
+    words = f"-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr={first} --master-port=29555"
+    doctor = f"-m overlap_train doctor --seconds 0.3 --json {report}"
+    started = [
+        subprocess.Popen(
+            [*node.command, sys.executable, *words.split(), f"--node-rank={number}", *doctor.split()],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        for number, node in enumerate(site.machines.nodes)
+    ]
+    assert [node.wait(timeout=240) for node in started] == [0, 0]
+    rows = [row for row in json.loads(report.read_text())["rows"] if row["name"] == "network chunked"]
+    assert [(row["rank"], row["host"], row["status"]) for row in rows] == [(0, "node0", "OK"), (1, "node1", "OK")]
 
 
 def check_that_losses_continue(run: Run) -> None:
