@@ -33,7 +33,7 @@ prepare() {
         CHECKPOINT_DIR=$(CDPATH='' cd "$CHECKPOINT_DIR" && pwd)
         claim_checkpoints
     fi
-    first_save=$(last_save)
+    first_step=$(saved_step)
     if [ -n "$MODULE" ]; then
         program=(-m "$MODULE")
     else
@@ -41,6 +41,8 @@ prepare() {
         program=("$RECIPE")
     fi
     choose_container
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # as Megatron demands before Blackwell
     say "$SLURM_JOB_NUM_NODES nodes ($SLURM_JOB_NODELIST), $PROCS_PER_NODE ranks each: ${program[*]}"
     say "variables in force: $(env | grep -E '^(NCCL|NVSHMEM|GLOO|CUDA|TORCH|TRITON|OMP)_' | sort | paste -s -d ' ')"
 }
@@ -76,20 +78,17 @@ choose_container() {
 }
 
 # Megatron writes the step of the newest checkpoint into this file, and so do the recipes. Where a recipe did not come to it, or the
-# file is empty, the newest folder says that there is something to resume from: the recipe then looks for the newest good one.
+# file is empty, the newest folder says that there is something to resume from: the recipe then takes the newest one.
 tracker=latest_checkpointed_iteration.txt
+saved_step() { cat "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null || true; }
 newest_checkpoint() {
     local step
-    step=$(cat "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null) || true
+    step=$(saved_step)
     if [ -z "$step$MODULE" ] && [ -n "$CHECKPOINT_DIR" ]; then
         step=$(find "$CHECKPOINT_DIR" -maxdepth 1 -regex '.*/iter_[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1) || true
     fi
     echo "$step"
 }
-
-# When the newest checkpoint was saved. Its step alone is not enough: a recipe that skips a damaged checkpoint resumes from the one
-# before it and later saves the same step again.
-last_save() { stat --format='%i %y' "${CHECKPOINT_DIR:-/nonexistent}/$tracker" 2>/dev/null || true; }
 
 # Starts all ranks, waits, and sets status to their exit status. Whether there is a checkpoint to resume from is decided here, once
 # for all ranks: on a network file system two nodes may see different files.
@@ -117,7 +116,6 @@ start_and_wait() {
 start_nodes() {
     local first port=$((20000 + SLURM_JOB_ID % 10000)) # below the ports that the kernel assigns
     read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST") || die "scontrol names no node of $SLURM_JOB_NODELIST"
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[rank \${rank}] "
     # --export=ALL: after sbatch --export=NONE (or SBATCH_EXPORT, as some sites set it) tasks would have no PATH.
     exec srun --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
@@ -135,6 +133,11 @@ start_node() {
     # Set here because torchrun would compare host names, and a node's own name may differ from the one that others use.
     if ((SLURM_NODEID == 0)); then is_host=1; fi
     mkdir -p "$logs"
+    # Not below the home folder: on a network file system the ranks of all nodes would compile into one folder. Not another's, either.
+    local cache=${TMPDIR:-/tmp}/triton-$UID
+    if [ -z "${TRITON_CACHE_DIR:-}" ] && (umask 077 && mkdir -p "$cache") 2>/dev/null && [ -O "$cache" ]; then
+        export TRITON_CACHE_DIR=$cache
+    fi
     if ((SLURM_JOB_NUM_NODES > 1)) && [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then check_address; fi
     exec "$interpreter" -u -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$ranks" \
         --rdzv-backend=c10d --rdzv-endpoint="$endpoint" --rdzv-id="$SLURM_JOB_ID" --rdzv-conf="is_host=$is_host" \
@@ -186,7 +189,7 @@ requeue() {
     [ -z "$newest" ] || next="resumes from checkpoint $newest"
     if [ -z "$CHECKPOINT_DIR" ]; then
         say "not requeued: there are no checkpoints to resume from"
-    elif ! is_preempted && [ "$(last_save)" = "$first_save" ]; then
+    elif ! is_preempted && [ "$(saved_step)" = "$first_step" ]; then
         say "not requeued: no checkpoint was written since the start; save more often (--save-interval) or raise --time"
     else
         say "requeued: the next start $next"

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from . import __version__
-from .flags import run_command
+from .flags import is_rank_0, run_command
 
 # name -> (module whose main(arguments) -> exit status runs it, what it does)
 COMMANDS = {
@@ -22,11 +22,9 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand. Exit status: the subcommand's; 2, after one line, for what the user can put right."""
     words = sys.argv[1:] if arguments is None else arguments
-    if not words or words[0] in ("-h", "--help"):
-        print(usage())
-        return 0
-    if words[0] == "--version":
-        print(f"overlap-train {__version__}")
+    if not words or words[0] in ("-h", "--help", "--version"):
+        if is_rank_0():
+            print(f"overlap-train {__version__}" if words[:1] == ["--version"] else usage())
         return 0
     program = "overlap-train" + (f" {words[0]}" if words[0] in COMMANDS else "")
     return run_command(program, partial(_run, words[0], words[1:]))

@@ -22,15 +22,8 @@ PROVIDERS, NETWORKS = (
     next(f.metadata["choices"] for f in fields(OverlapConfig) if f.name == name) for name in ("provider", "network")
 )
 # What to install where a tool needs a package that is not there.
-PIP_NAMES = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "rich": "rich",
-    "packaging": "packaging",
-    "triton": "triton",
-    "megatron": "megatron-core",
-    "matplotlib": "matplotlib",
-    "nvshmem": "nvshmem4py-cu13",
+PIP_NAMES = {"megatron": "megatron-core", "nvshmem": "nvshmem4py-cu13"} | {
+    name: name for name in ("torch", "numpy", "rich", "packaging", "triton", "matplotlib")
 }
 RANK_0_S = 10.0  # what rank 0 gets to say what is wrong before other ranks end; torchrun ends them once it has
 Options = TypeVar("Options")
@@ -116,6 +109,18 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def config_from_args(args: argparse.Namespace) -> OverlapConfig | None:
     """The OverlapConfig that parsed flags ask for; None without `--overlap-train`.
 
+    Flags that cannot be followed end the program as argparse ends it: one line on standard error, of rank 0, and status 2.
+    """
+    try:
+        return read_config(args)
+    except ValueError as error:
+        tell(f"{os.path.basename(sys.argv[0])}: error: {error}")
+        sys.exit(2)
+
+
+def read_config(args: argparse.Namespace) -> OverlapConfig | None:
+    """`config_from_args` for a caller that reports errors itself.
+
     Raises:
         ValueError: a value outside its rule, or an `--overlap-train-...` flag without `--overlap-train`, which could not act.
     """
@@ -129,14 +134,23 @@ def config_from_args(args: argparse.Namespace) -> OverlapConfig | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises ValueError for a wrong flag, for `run_command` to print. Commands in its description have
-    lines of their own."""
+    """An ArgumentParser that raises ValueError for a wrong flag, for `run_command` to print, and whose help comes from rank 0
+    alone. Commands in its description have lines of their own."""
 
     def __init__(self, prog: str | None = None, **settings: Any) -> None:
         super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists the flags)")
+
+    def print_help(self, file: Any = None) -> None:
+        if is_rank_0():
+            super().print_help(file)
+
+
+def is_rank_0() -> bool:
+    """Whether this process is the launcher's first rank, or no rank of any."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def run_command(program: str, work: Callable[[], int]) -> int:
@@ -167,7 +181,7 @@ def tell(message: str) -> None:
     Under torchrun the other ranks wait a little before they end: it ends all ranks when the first one has ended, and rank 0 may
     still be starting.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         sys.stdout.flush()
         print(message, file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:

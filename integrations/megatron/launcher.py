@@ -15,7 +15,7 @@ from pathlib import Path
 
 from overlap_train import OverlapConfig
 from overlap_train.config import flag_name
-from overlap_train.flags import Parser, add_flags, config_from_args, tell
+from overlap_train.flags import Parser, add_flags, read_config, tell
 from overlap_train.integrations.megatron import missing
 from overlap_train.integrations.megatron.hooks import ScriptHooks, after_import
 from overlap_train.integrations.megatron.main_grad import provide_accumulation_fusion
@@ -102,7 +102,7 @@ def _overlap(arguments: Sequence[str]) -> OverlapConfig | None:
     try:
         ours, others = add_flags(parser).parse_known_args(list(arguments))
         _refuse_unknown(others)
-        return config_from_args(ours)
+        return read_config(ours)
     except ValueError as error:
         raise CommandError(str(error)) from error
 

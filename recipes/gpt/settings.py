@@ -20,12 +20,12 @@ from overlap_train.flags import (
     Parser,
     add_flags,
     add_options,
-    config_from_args,
     from_args,
     option,
     positive_float,
     positive_int,
     positive_int_or_0,
+    read_config,
     shown,
 )
 from overlap_train.tools.measure import models
@@ -178,7 +178,7 @@ def read_flags(
         initial = defaults(on_gpu, named.parse_known_args(arguments)[0].model)
         add_flags(add_options(parser, initial))
         args = parser.parse_args(arguments)
-        overlap = config_from_args(args)
+        overlap = read_config(args)
     settings = resolve(from_args(initial, args), ranks)
     if problem := _machine_problem(settings, overlap, on_gpu):
         raise RecipeError(problem)

@@ -9,7 +9,7 @@ from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
 from mfu.names import AGAIN, DEFAULTS, ULYSSES_DEFAULTS, USERBUFFERS, VARIANTS, bare, ulysses_problem
 from overlap_train import OverlapConfig
-from overlap_train.flags import Parser, add_flags, add_options, config_from_args, from_args, option, positive_int
+from overlap_train.flags import Parser, add_flags, add_options, from_args, option, positive_int, read_config
 
 WARM_UP_STEPS = 3
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
@@ -77,7 +77,7 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
     add_flags(add_options(parser, Plan))
     with refused_by_rule():
         args = parser.parse_args(["--overlap-train", *arguments])  # it is always compared
-        overlap = config_from_args(args)
+        overlap = read_config(args)
     assert overlap is not None
     plan = from_args(Plan(), args)
     few = [FEW_LAYERS[model] // (2 if plan.cp > 1 else 1) or 1 for model in plan.model]  # Ulysses leaves weights whole

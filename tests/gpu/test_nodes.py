@@ -31,16 +31,9 @@ from overlap_train import (
 )
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
-from overlap_train.nodes.engines import Piece, StreamEngine
-from overlap_train.nodes.nccl import NcclExchange, NcclTransport
-from overlap_train.nodes.nvshmem import NvshmemPuts
-from overlap_train.nodes.slots import Place
+from overlap_train.nodes.engines import StreamEngine
 from overlap_train.ops import plan as engine_plan
-from overlap_train.schedule.inter_node import SendRecv
 from overlap_train.select.tiling import equal_chunks
-from overlap_train.tools.doctor import network
-from overlap_train.tools.doctor.report import OK, Finding
-from overlap_train.tools.measure.world import World
 from tests.linear_cases import OPERATORS, SHAPES, Case
 
 pytestmark = pytest.mark.skipif("NCCL_HOSTID" not in os.environ, reason="needs NCCL_HOSTID: run this file alone")
@@ -86,44 +79,6 @@ def test_every_number_of_chunks_that_the_tuner_may_find_is_exact(nodes: Case, ch
         for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
             for operator in ("column", "row", "to_heads", "to_rows"):
                 OPERATORS[operator](replace(nodes, dtype=torch.bfloat16), rows, k, n, seed=seed)
-
-
-def proved(nodes: Case, transport: str) -> list[Finding]:
-    """What the doctor says of a transport on this rank."""
-    overlap_train.shutdown()  # NVSHMEM's one world may be of another test's nodes
-    settings = network.Settings(nodes.config.node_ranks, nodes.config.provider, "auto", seconds=1.0)
-    here = World(nodes.group, nodes.device, nodes.rank, nodes.world)
-    return network.check_network(here, transport, settings)
-
-
-@once
-def test_the_doctor_proves_the_transport(nodes: Case) -> None:
-    (line,) = proved(nodes, nodes.config.network)
-    assert (line.name, line.status) == (f"network {nodes.config.network}", OK), line
-    assert f"proved between 2 nodes of {nodes.world // 2}: " in line.measured
-
-
-@once
-def test_the_doctor_finds_a_signal_that_overtakes_its_data(nodes: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The word crosses alone, then once more with the data, for which nobody waits."""
-    exchange, put = NcclTransport.exchange, NvshmemPuts.put
-
-    def early_exchange(self: NcclTransport, crossing: SendRecv, sent: Piece, received: Piece) -> NcclExchange:
-        word = exchange(self, crossing, Piece(sent.data[:0], sent.word), Piece(received.data[:0], received.word))
-        exchange(self, crossing, sent, received)
-        return word
-
-    def early_put(self: NvshmemPuts, source: torch.Tensor, place: Place, word: int, stream: int) -> None:
-        put(self, source[:0], place, word, stream)
-        put(self, source, place, word, stream)
-
-    monkeypatch.setattr(NcclTransport, "exchange", early_exchange)
-    monkeypatch.setattr(NvshmemPuts, "put", early_put)
-    found = proved(nodes, nodes.config.network)
-    torch.cuda.synchronize()  # what comes late is here before its memory is given back
-    told: list[list[str]] = [[] for _ in range(nodes.world)]
-    dist.all_gather_object(told, [finding.measured for finding in found], group=nodes.group)
-    assert any("were not whole when their signals came" in text for texts in told for text in texts), told
 
 
 @once

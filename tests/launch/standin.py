@@ -23,7 +23,7 @@ def main(folder: Path, what: str, rest: list[str]) -> int:
     dist.all_reduce(total)
     rank = dist.get_rank()
     restart = len(list(folder.glob(f"rank{rank}-restart*.json")))
-    names = ("SLURM_NODEID", "SLURM_RESTART_COUNT", "LOCAL_RANK", "MASTER_ADDR", "RUN_DIR")
+    names = ("SLURM_NODEID", "MASTER_ADDR", "RUN_DIR", "CUDA_DEVICE_MAX_CONNECTIONS", "TRITON_CACHE_DIR")
     said = {"arguments": rest, "ranks": int(total), **{name: os.environ.get(name, "") for name in names}}
     (folder / f"rank{rank}-restart{restart}.json").write_text(json.dumps(said))
     print(f"rank {rank} on stdout", flush=True)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from gpt.settings import read_flags
 from overlap_train import cli
-from overlap_train.flags import flag
 from overlap_train.tools.slurm.command import TRACKER, job_from_flags, notes
-from overlap_train.tools.slurm.job import KINDS, Job, seconds
-from overlap_train.tools.slurm.script import render, sbatch_options, variables
+from overlap_train.tools.slurm.job import KINDS, Job
+from overlap_train.tools.slurm.script import render, sbatch_options
 
 ROOT = Path(__file__).parents[2]
 DIFFICULT = ("a b", "$HOME", "c'd", 'e"f', "", "--flag=*", "`true`", "\\")
@@ -62,14 +58,19 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     return Commands(tmp_path, monkeypatch)
 
 
-def srun_of(script: Path, commands: Commands, *arguments: str, **given: str) -> list[str]:
-    """The arguments of srun when the script runs as a job of two nodes."""
+def started(script: Path, commands: Commands, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
+    """The script as a job of two nodes."""
     commands.add("srun")
     commands.add("scontrol", SCONTROL)
     environment = {**os.environ, **SLURM, **given}
-    result = subprocess.run(
+    return subprocess.run(
         ["bash", str(script), *arguments], env=environment, capture_output=True, text=True, timeout=60
     )
+
+
+def srun_of(script: Path, commands: Commands, *arguments: str, **given: str) -> list[str]:
+    """The arguments of srun when the script runs."""
+    result = started(script, commands, *arguments, **given)
     assert result.returncode == 0, result.stdout + result.stderr
     return commands.given("srun")
 
@@ -110,20 +111,6 @@ def test_a_module_takes_the_place_of_the_file(tmp_path: Path, commands: Commands
     given = srun_of(written(tmp_path, job), commands)
     words = ["-m", "overlap_train.integrations.megatron", "pretrain_gpt.py", "--bf16", "--save", job.checkpoints]
     assert given[-6:] == words
-
-
-def test_context_parallelism_reaches_the_recipe(tmp_path: Path, commands: Commands) -> None:
-    """By the command of the page."""
-    page = (ROOT / "docs" / "slurm.md").read_text().replace("\\\n", "")
-    (command,) = [
-        line for line in page.splitlines() if line.startswith("overlap-train launch train ") and " --cp " in line
-    ]
-    words = shlex.split(command)[2:]
-    end = words.index("--")
-    job, _ = job_from_flags([*words[:end], "--run-dir", str(tmp_path / "run"), *words[end:]])
-    given = srun_of(written(tmp_path, job), commands)
-    settings, overlap = read_flags(given[given.index(job.recipe) + 1 :], None, 16, on_gpu=True)
-    assert (settings.tp, settings.cp, overlap is None) == (2, 4, False)
 
 
 def test_a_container_sees_the_folders_of_the_job(tmp_path: Path, commands: Commands) -> None:
@@ -167,22 +154,9 @@ def test_a_script_of_megatron_is_not_started_beside_an_empty_tracker(tmp_path: P
     job = a_job(tmp_path, recipe="", module="overlap_train.integrations.megatron")
     Path(job.checkpoints, "iter_0000002").mkdir(parents=True)
     Path(job.checkpoints, TRACKER).touch()
-    commands.add("srun")
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    result = started(written(tmp_path, job), commands)
     assert result.returncode == 2
     assert f"error: {job.checkpoints}/{TRACKER} is empty" in result.stderr
-
-
-def test_nor_is_it_restarted_when_its_ranks_have_left_the_tracker_empty(tmp_path: Path, commands: Commands) -> None:
-    job = a_job(tmp_path, recipe="", module="overlap_train.integrations.megatron", max_restarts=1)
-    tracker = Path(job.checkpoints, TRACKER)
-    commands.add("srun", f'#!/bin/bash\necho ranks\n: >"{tracker}"\nexit 1\n')  # as on a full disk
-    commands.add("scontrol", SCONTROL)
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
-    assert result.stdout.count("ranks\n") == 1, result.stdout
-    assert f"error: {tracker} is empty" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -204,10 +178,7 @@ def test_two_jobs_do_not_save_into_one_folder(
     claim.parent.mkdir(parents=True)
     claim.write_text(claimed)
     commands.add("squeue", f'#!/bin/bash\n[[ " $* " = *" --jobs={claimed} "* ]] && echo "{running}"\n')
-    commands.add("srun")
-    commands.add("scontrol", SCONTROL)
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    result = started(written(tmp_path, job), commands)
     assert result.returncode == (2 if is_refused else 0), result.stderr
     assert ("error: job 12 is running and saves into" in result.stderr) == is_refused
     assert claim.read_text().strip() == (claimed if is_refused else SLURM["SLURM_JOB_ID"])
@@ -216,9 +187,7 @@ def test_two_jobs_do_not_save_into_one_folder(
 def test_a_folder_that_cannot_be_claimed_is_named(tmp_path: Path, commands: Commands) -> None:
     job = a_job(tmp_path)
     Path(job.checkpoints, "slurm_job").mkdir(parents=True)  # root may write everywhere
-    commands.add("srun")
-    command = ["bash", str(written(tmp_path, job))]
-    result = subprocess.run(command, env={**os.environ, **SLURM}, capture_output=True, text=True, timeout=60)
+    result = started(written(tmp_path, job), commands)
     assert result.returncode == 2
     assert f"error: CHECKPOINT_DIR={job.checkpoints} cannot be written" in result.stderr
 
@@ -245,48 +214,6 @@ def test_the_file_itself_takes_ranks_from_slurm_and_arguments_from_its_line(
     checkpoints = ["--save", f"{job.run_dir}/checkpoints"] if kind == "train" else []
     logs = f"{job.run_dir}/logs/1234567/start-0.0"
     assert given[given.index(logs) :] == [logs, "8", sys.executable, job.recipe, "x y", *checkpoints]
-
-
-def test_options_are_written_once_and_the_templates_own_are_kept(tmp_path: Path) -> None:
-    job = a_job(
-        tmp_path, account="team", partition="h200", sbatch=("--exclusive", "--constraint=a&b"), stop_early_s=300
-    )
-    lines = [line for line in render(job).splitlines() if line.startswith("#SBATCH ")]
-    names = [line.partition("=")[0] for line in lines]
-    assert len(names) == len(set(names))
-    assert {"#SBATCH --account=team", "#SBATCH --partition=h200", "#SBATCH --exclusive"} <= set(lines)
-    assert {"#SBATCH --signal=B:USR1@300", "#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(lines)
-    assert "#SBATCH '--constraint=a&b'" in lines
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sbatch_is_told_each_option_on_its_command_line_too(tmp_path: Path, kind: str) -> None:
-    """Variables such as SBATCH_NO_REQUEUE and SBATCH_OPEN_MODE override lines of a script."""
-    job = a_job(tmp_path, kind)
-    lines = [line.removeprefix("#SBATCH ") for line in render(job).splitlines() if line.startswith("#SBATCH ")]
-    assert sorted(shlex.split(" ".join(lines))) == sorted(sbatch_options(job))
-
-
-def test_a_comparison_is_neither_requeued_nor_signalled(tmp_path: Path) -> None:
-    lines = render(a_job(tmp_path, "compare")).splitlines()
-    assert "#SBATCH --no-requeue" in lines
-    assert not [line for line in lines if line.startswith("#SBATCH --signal")]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("90", 5400),
-        ("90:30", 5430),
-        ("01:30:00", 5400),
-        ("1-12", 129600),
-        ("1-12:30", 131400),
-        ("1-12:30:05", 131405),
-        ("2-0", 172800),
-    ],
-)
-def test_time_limits_are_read_as_slurm_reads_them(text: str, expected: int) -> None:
-    assert seconds(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -384,15 +311,6 @@ def test_errors_are_one_line(
     assert said.count("\n") == 1
 
 
-def test_the_page_names_every_flag_and_variable() -> None:
-    page = (ROOT / "docs" / "slurm.md").read_text()
-    for option in fields(Job):
-        if "group" in option.metadata:
-            assert f"| `{flag(option.name)}` | {option.metadata['help']} |" in page
-    job = Job("train", gpus_per_node=8, time="60", recipe="r.py")
-    assert [name for name in variables(job) if f"| `{name}` |" not in page] == []
-
-
 def test_a_job_that_would_go_on_from_an_older_one_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every job has the same folder where neither --name nor --run-dir is given."""
     words = ["train", "--time", "20", "--procs-per-node", "2", "--run-dir", str(tmp_path)]
@@ -404,26 +322,3 @@ def test_a_job_that_would_go_on_from_an_older_one_is_told(tmp_path: Path, capsys
     assert f"note: {tmp_path}/checkpoints has checkpoint 500, from which the job goes on" in said.err
     assert "note: " not in said.out, "that is the script"
     assert f"tracker={TRACKER}" in (ROOT / "launch" / "job.sh").read_text()
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\n", None])
-def test_a_checkpoint_that_cannot_be_read_here_is_no_hindrance(content: bytes | None, tmp_path: Path) -> None:
-    """An empty file, one that is no text, and what is no file."""
-    tracker = tmp_path / TRACKER
-    tracker.mkdir() if content is None else tracker.write_bytes(content)
-    words = ["train", "--time", "20", "--procs-per-node", "2", "--checkpoints", str(tmp_path)]
-    assert list(notes(job_from_flags(words)[0])) == []
-
-
-def test_what_megatron_demands_of_the_environment_is_said_before_the_job_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(*words: str) -> bool:
-        job, _ = job_from_flags(["train", "--time", "20", *words])
-        return any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in notes(job))
-
-    megatron = ("--module", "overlap_train.integrations.megatron")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert told("--gpus-per-node", "8", *megatron)
-    assert not told("--gpus-per-node", "8", "--module", "mine") and not told("--procs-per-node", "2", *megatron)
-    for connections in ("8", "1"):
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-        assert told("--gpus-per-node", "8", *megatron) is (connections != "1")

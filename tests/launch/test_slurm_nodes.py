@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -90,6 +92,22 @@ def run(site: Site, tmp_path: Path) -> Iterator[Run]:
     site.slurm.command("scancel", run.number)
 
 
+def test_the_doctor_tries_operators_between_two_hosts(site: Site, tmp_path: Path) -> None:
+    first, report = site.machines.nodes[0].address, tmp_path / "r.json"
+    words = f"-m torch.distributed.run --nnodes=2 --nproc-per-node=1 --master-addr={first} --master-port=29555"
+    doctor = f"-m overlap_train doctor --seconds 0.3 --json {report}"
+    started = [
+        subprocess.Popen(
+            [*node.command, sys.executable, *words.split(), f"--node-rank={number}", *doctor.split()],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        )
+        for number, node in enumerate(site.machines.nodes)
+    ]
+    assert [node.wait(timeout=240) for node in started] == [0, 0]
+    rows = [row for row in json.loads(report.read_text())["rows"] if row["name"] == "network chunked"]
+    assert [(row["rank"], row["host"], row["status"]) for row in rows] == [(0, "node0", "OK"), (1, "node1", "OK")]
+
+
 def check_that_losses_continue(run: Run) -> None:
     """The second start goes on after a checkpoint of the first one, with the losses that it had."""
     first, second = run.losses(0), run.losses(1)
@@ -137,9 +155,3 @@ def test_a_job_whose_node_is_lost_says_so_and_starts_again_when_it_is_back(run: 
     run.site.machines.mend(1)
     run.site.slurm.reboot(run.site.machines.nodes[1])
     run.until(lambda: re.search(r"newest checkpoint: \d+; .*/start-1\.0$", run.output(), re.MULTILINE), "a new start")
-
-
-def test_without_root_the_reason_to_skip_names_what_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "missing", lambda: "")
-    monkeypatch.setattr(os, "getuid", lambda: 1000)
-    assert re.match(r"a job on two nodes .* that loses a node, are not tested: .* needs root$", machines.missing())

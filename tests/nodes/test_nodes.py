@@ -24,9 +24,6 @@ from overlap_train import (
 )
 from overlap_train.group.registry import made_domain
 from overlap_train.nodes.gloo import HostEngine
-from overlap_train.tools.doctor.network import GLOO, Settings, check_network
-from overlap_train.tools.doctor.report import OK, Finding
-from overlap_train.tools.measure.world import World
 from tests.linear_cases import OPERATORS, SHAPES, Case
 from tests.nodes.network import Network, missing, running
 from tests.nodes.ranks import started
@@ -71,20 +68,6 @@ def test_two_nodes_of_two_ranks_are_found_and_right_on_a_slow_wire(network: Netw
     assert list(found) == [(2, 2, rank) for rank in range(4)]
     printed = re.findall("4 ranks on 2 nodes of 2, found by mapping memory: ranks 0-1, 2-3; gloo", ranks.errors())
     assert len(printed) == 1, "rank 0 says it once"
-
-
-def _by_the_doctor(rank: int, world: int) -> list[Finding]:
-    here = World(dist.group.WORLD, CPU, rank, world, tuple(f"node{r}" for r in range(world)))
-    return check_network(here, GLOO, Settings(0, "auto", "auto", 0.5))
-
-
-def test_the_doctor_checks_what_joins_nodes_that_it_finds(network: Network, tmp_path: Path) -> None:
-    for node in range(2):
-        network.throttle(node, "200mbit")
-    with started(network, tmp_path, (2, 2), _by_the_doctor) as ranks:
-        for found in values(ranks.outcomes(limit_s=150)):
-            (line,) = found
-            assert line.status == OK and "proved between 2 nodes of 2: " in line.measured, line
 
 
 def _uneven(rank: int, world: int) -> str:

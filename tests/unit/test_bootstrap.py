@@ -95,15 +95,3 @@ def test_a_set_up_that_has_failed_starts_again_and_an_update_does_not(checkout: 
     (kind.parent / "complete").write_text("with other versions")
     (kind.parent / "lib").mkdir()
     assert "updating .venv" in set_up(checkout, **environment).stdout and (kind.parent / "lib").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the torch of this machine is kept")
-def test_a_small_disk_gets_the_small_set_and_one_environment(checkout: Path) -> None:
-    if not (has_python("3.11") and has_python("3.12")):
-        pytest.skip("needs Python 3.11 and 3.12")
-    environment = with_free_disk(checkout, 7)
-    said = set_up(checkout, "main", **environment).stdout
-    assert "7 GB of disk are free, the Python 3.12 set needs 8: taking the Python 3.11 set" in said
-    assert (checkout / ".venv" / "kind").read_text().split()[0] == "py311"
-    assert ".venv already has the Python 3.11 set" in set_up(checkout, "other", **environment).stdout

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import overlap_train
 from overlap_train import __version__, cli
 from overlap_train.flags import run_command
 
@@ -80,3 +81,7 @@ def test_a_bug_keeps_its_traceback() -> None:
 
     with pytest.raises(ModuleNotFoundError):
         run_command("overlap-train", work)
+
+
+def test_the_package_lists_its_public_names() -> None:
+    assert set(overlap_train.__all__) <= set(dir(overlap_train))

@@ -42,9 +42,22 @@ def test_flags_reach_the_config() -> None:
     assert config == OverlapConfig(slots=("qkv", "fc2"), method="chunked", timeout_s=2.5, symmetric_mib=64)
 
 
-def test_a_flag_that_cannot_act_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"--overlap-train-method given without --overlap-train"):
-        config_from_args(_parse("--overlap-train-method", "fused"))
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--overlap-train-method fused", "--overlap-train-method given without --overlap-train"),
+        ("--overlap-train --overlap-train-timeout-s -1", "timeout_s=-1.0 must be a positive and finite number"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_one_line(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As argparse's own errors, in programs that only call `add_flags` and `config_from_args`."""
+    monkeypatch.setattr("sys.argv", ["/home/me/train.py"])
+    with pytest.raises(SystemExit, match="2"):
+        config_from_args(_parse(*flags.split()))
+    said = capsys.readouterr().err
+    assert said.startswith("train.py: error: ") and message in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

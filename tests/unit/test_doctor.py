@@ -1,78 +1,124 @@
-"""The doctor's report and command line."""
+"""What the doctor says of machines that tests do not have: GPUs and their links, and of arguments that are wrong."""
 
 from __future__ import annotations
 
 import io
-import json
-import re
-from dataclasses import replace
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
 from overlap_train import cli
-from overlap_train.tools.doctor import report
-from overlap_train.tools.doctor.environment import WITHOUT_MULTICAST
+from overlap_train.select.system import SYSTEMS
+from overlap_train.tools.doctor import machine, ranks, report
 from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding
+from overlap_train.tools.measure.world import World
 
-ROOT = Path(__file__).parents[2]
-
-
-def lines(findings: list[Finding], size: int) -> str:
-    text = io.StringIO()
-    report.render(findings, size, Console(file=text))
-    return text.getvalue()
+HERE = World(object(), torch.device("cuda"), 1, 4, ("node1",) * 4, (4, 5, 6, 7))  # type: ignore[arg-type]
 
 
 def test_equal_lines_become_one_and_a_failure_shows_rank_host_and_fix() -> None:
-    same = [Finding("device", OK, "GPU ranks", rank=rank, host="node0") for rank in range(4)]
-    text = lines([*same, Finding("link", FAIL, "190 GB/s", "300", "replace [it]", rank=2, host="node0")], 4)
-    assert text.count("device") == 1 and " all " in text
-    assert "rank 2 on node0" in text and "fix: replace [it]" in text and text.endswith("doctor: FAIL (1 FAIL, 1 OK)\n")
+    found = [Finding("link", OK, f"38{rank} GB/s", "300", rank=rank, host="node0") for rank in range(4)]
+    found.append(Finding("signal", FAIL, "none", "data first", "replace [it]", rank=2, host="node0"))
+    text = io.StringIO()
+    report.render(found, 4, Console(file=text))
+    said = text.getvalue()
+    assert said.count("link") == 1 and " all " in said and "3: 383 GB/s" in said
+    assert "rank 2 on node0" in said and "fix: replace [it]" in said and said.endswith("doctor: FAIL (1 FAIL, 1 OK)\n")
 
 
-def test_ok_lines_of_one_check_are_told_rank_by_rank() -> None:
-    findings = [
-        Finding("link", OK, f"38{rank} GB/s", "300", rank=rank, host="node0", figure=380.0 + rank) for rank in range(2)
-    ]
-    text = lines(findings, 2)
-    assert text.count("link") == 1 and "0: 380 GB/s" in text and "1: 381 GB/s" in text
-    assert lines([replace(finding, status=WARN) for finding in findings], 2).count("link") == 2
+@pytest.mark.parametrize(("card", "status"), [("h200", FAIL), (None, WARN)])
+def test_a_slow_link_is_named_at_its_source(card: str | None, status: str) -> None:
+    speeds = {(s, t): 380.0 for s in range(4) for t in range(4) if s != t} | {(1, 3): 190.0}
+    (slow,) = ranks.judge_links(HERE, speeds, SYSTEMS[card] if card else None)
+    assert slow.status == status and slow.measured == "190 GB/s from rank 5 on node1 to rank 7 on node1"
+    (good,) = ranks.judge_links(HERE, speeds | {(1, 3): 380.0}, SYSTEMS[card] if card else None)
+    assert good.status == OK
 
 
-def test_the_verdict_is_the_worst_line() -> None:
-    assert report.verdict([]) == OK
-    assert report.verdict([Finding("a", WARN, ""), Finding("b", OK, "")]) == WARN
-    assert report.verdict([Finding("a", WARN, ""), Finding("b", FAIL, "")]) == FAIL
+@pytest.mark.parametrize(
+    ("variables", "name", "status"),
+    [
+        ({}, "CUDA_DEVICE_MAX_CONNECTIONS", WARN), ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", FAIL),
+        ({"NVSHMEM_DISABLE_P2P": "1"}, "NVSHMEM_DISABLE_P2P", FAIL), ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", WARN),
+    ],
+)  # fmt: skip
+def test_a_variable_that_hurts_is_named(variables: dict[str, str], name: str, status: str) -> None:
+    good = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if variables else {}
+    (found,) = machine.check_environment(True, good | variables)
+    assert (found.name, found.status) == (f"environment {name}", status) and name in found.fix
+    assert [found.status for found in machine.check_environment(False, variables)] == [OK]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if torch saw two GPUs that reach each other."""
+    card = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    answers = {
+        "device_count": 2,
+        "set_device": None,
+        "get_device_properties": card,
+        "mem_get_info": (140 << 30, 141 << 30),
+    }
+    for name, answer in (answers | {"can_device_access_peer": True}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    return monkeypatch
+
+
+def test_a_gpu_that_is_busy_cut_off_or_missing(two_gpus: pytest.MonkeyPatch) -> None:
+    assert [found.status for found in machine.check_gpu(1, used=2)] == [OK, OK]
+    assert [found.name for found in machine.check_gpu(1, used=1)] == ["gpu", "peer access"]
+    (missing,) = machine.check_gpu(2, used=3)
+    assert missing.status == FAIL and missing.measured == "local rank 2, but 2 visible GPUs"
+    two_gpus.setattr(torch.cuda, "mem_get_info", lambda index: (70 << 30, 141 << 30))
+    two_gpus.setattr(torch.cuda, "can_device_access_peer", lambda *_: False)
+    busy, cut_off = machine.check_gpu(0, used=2)
+    assert (busy.status, cut_off.status) == (WARN, FAIL) and cut_off.measured == "GPU 0: none to GPU 1"
+
+
+def test_a_driver_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [found.status for found in machine.check_gpu(0, 1)] == [WARN]
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    assert [found.status for found in machine.check_gpu(0, 1)] == [FAIL]
+
+
+@pytest.mark.parametrize(
+    ("version", "status", "told"),
+    [("0.15.3", FAIL, "0.15.3"), ("9.0", WARN, "9.0: newer than tested"), (None, WARN, "not installed; needed for")],
+)
+def test_versions_outside_what_pyproject_allows(
+    version: str | None, status: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = machine.installed
+    monkeypatch.setattr(machine, "installed", lambda name: version if name == "megatron-core" else real(name))
+    found = {line.name: line for line in machine.check_versions(on_gpu=False)}["version megatron-core"]
+    assert found.status == status and found.measured.startswith(told) and "pip install" in found.fix
 
 
 @pytest.mark.parametrize("line", ["--limit 0", "--seconds soon", "--provider mpi", "--unknown"])
-def test_wrong_arguments_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_one_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *line.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("overlap-train doctor: error: ") and said.count("\n") == 1
 
 
-def test_a_job_without_its_store_fails_in_time_and_says_where_it_looked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_folder_for_the_report_is_refused_before_minutes_of_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in {**job, **WITHOUT_MULTICAST}.items():
+    assert cli.main(["doctor", "--json", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"overlap-train doctor: error: --json {tmp_path} is a folder; name a file in it\n"
+
+
+def test_a_job_without_its_store_says_where_it_looked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**job, **machine.WITHOUT_MULTICAST}.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["doctor", "--limit", "1", "--json", str(tmp_path / "r.json")]) == 1
-    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert (row["name"], row["status"], row["rank"]) == ("store", FAIL, 1) and "127.0.0.1:1" in row["expected"]
-    assert "store" in capsys.readouterr().out
-
-
-def test_the_page_explains_every_check() -> None:
-    """Every name that the sources give to a finding is a row of docs/doctor.md."""
-    page = (ROOT / "docs" / "doctor.md").read_text()
-    sources = "\n".join(path.read_text() for path in (ROOT / "overlap_train" / "tools" / "doctor").glob("*.py"))
-    direct = re.findall(r"\b(?:ok|warn|fail|Finding|_needs_ranks|\(fail if [^)]*\))\(\s*f?\"([^\"]+)\"", sources)
-    named = re.findall(r"\bname(?:, \w+)* = f?\"([^\"]+)\"", sources)
-    named += re.findall(r"\"name\": \"([^\"]+)\"", sources)
-    names = {re.sub(r"\{[^}]*\}", "...", name) for name in [*direct, *named]}
-    assert len(names) > 20
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    assert cli.main(["doctor", "--limit", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "store" in said and "127.0.0.1:1" in said

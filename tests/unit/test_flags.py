@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
-from mfu.plan import Plan
 from overlap_train import OverlapConfig
 from overlap_train.flags import (
     Parser,
     add_flags,
     add_options,
     config_from_args,
-    flag,
     from_args,
     option,
-    option_fields,
     positive_float,
     positive_int,
-    shown,
 )
-from overlap_train.tools.bench import kinds
-from overlap_train.tools.doctor.flags import Doctor
-from overlap_train.tools.plan.command import Asked
-from overlap_train.tools.slurm.job import Job
-from overlap_train.tools.tune.command import Tune
-
-COMMANDS = (Doctor, Tune, Asked, Job, kinds.Operators, kinds.Layers, kinds.Ulysses, kinds.Hierarchical)
 
 
 @dataclass(frozen=True)
@@ -90,19 +78,3 @@ def test_the_help_shows_defaults_groups_and_choices() -> None:
     assert "a number (default: 9)" in text and "words (default: x)" in text and "--words x,y" in text
     assert "more:\n  --numbers" in text and "measured (default" not in text
     assert "--count N" in text and "--rate X" in text
-    steps = add_options(argparse.ArgumentParser("x"), Plan).format_help()
-    assert "--steps N " in steps, "of a number that has a rule of its own"
-
-
-def test_flags_by_their_fields() -> None:
-    assert (flag("micro_batch"), flag("slots", "overlap-train-")) == ("--micro-batch", "--overlap-train-slots")
-    assert shown(Options(), "count") == "--count 4"
-
-
-@pytest.mark.parametrize("options", COMMANDS, ids=lambda options: options.__name__)
-def test_the_default_of_a_flag_can_be_given(options: Any) -> None:
-    """`tune --node-ranks 0` was refused, although 0 is what the help says is taken without it."""
-    parse = {f.name: f.metadata.get("parse") for f in option_fields(options)}
-    defaults = {f.name: f.default for f in option_fields(options) if isinstance(f.default, int | float)}
-    read = {name: parse[name](str(default)) for name, default in defaults.items() if parse[name]}
-    assert read == {name: default for name, default in defaults.items() if parse[name]}

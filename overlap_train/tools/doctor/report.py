@@ -23,7 +23,6 @@ class Finding:
 
     status: OK, WARN (it works, but not as it could, or could not be checked) or FAIL (training would fail or be wrong).
     measured, expected, fix: text with units; expected and fix may be empty. rank: of the job; None: of no rank in particular.
-    figure: what system.py takes from it: TFLOP/s of a product, GB/s of a rank's slowest link, or out of it into the network.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Finding:
     fix: str = ""
     rank: int | None = None
     host: str = ""
-    figure: float | None = None
 
 
 def ok(name: str, measured: str, expected: str = "") -> Finding:
@@ -61,7 +59,7 @@ def merged(findings: Sequence[Finding]) -> list[list[Finding]]:
     lines: dict[Finding, list[Finding]] = {}
     for finding in findings:
         measured = "" if finding.status == OK else finding.measured
-        lines.setdefault(replace(finding, measured=measured, rank=None, host="", figure=None), []).append(finding)
+        lines.setdefault(replace(finding, measured=measured, rank=None, host=""), []).append(finding)
     return list(lines.values())
 
 

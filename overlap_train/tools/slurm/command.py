@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +15,6 @@ from .script import render, submit
 
 USAGE = "overlap-train launch train|compare --time TIME [flags] [--dry-run] -- [the recipe's arguments]"
 TRACKER = "latest_checkpointed_iteration.txt"  # as launch/job.sh has it
-OUR_LAUNCHER = "overlap_train.integrations.megatron"
 RECIPES = {"train": "recipes/pretrain_gpt.py", "compare": "recipes/compare_mfu.py"}
 CHECKOUT = Path(__file__).resolve().parents[3]  # where overlap_train is not installed but cloned
 
@@ -54,8 +52,6 @@ def notes(job: Job) -> Iterator[str]:
     if newest:
         found = f"{job.checkpoints} has checkpoint {newest}"
         yield f"{found}, from which the job goes on; for a new run give another --name or --checkpoints"
-    if job.module == OUR_LAUNCHER and job.gpus_per_node and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        yield "on GPUs before Blackwell Megatron-LM ends with an error unless CUDA_DEVICE_MAX_CONNECTIONS=1 is set here"
 
 
 def _newest(checkpoints: Path) -> str:

@@ -1,0 +1,291 @@
+"""What ranks find out together: sums, symmetric memory and its signals, links, and operators that are right and fast.
+
+All functions are collective over the ranks of `here`. Figures of GPUs are judged by what the card reaches (select/system.py) and
+by the other ranks'; those of CPUs are only told.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from itertools import combinations, permutations
+
+import torch
+import torch.distributed as dist
+
+from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from ... import check as check_timeouts
+from ...group.registry import domain_of
+from ...group.signals import poll
+from ...select.system import System, system_of
+from ...select.tiling import tma_reads
+from ...symmetric import SymmetricHeap, open_heap
+from ...symmetric.agreement import Agreement
+from ..measure.timing import Call, Pace, measure
+from ..measure.world import World
+from .report import Finding, fail, ok, warn
+
+_ELSEWHERE = "failed on another rank"  # see World.attempt
+_AGREE_S = 30.0  # for all ranks to come
+_SIGNAL_S = 5.0
+_LOW = 0.8  # of what the card reaches, or of the median: clocks move figures by 10 %
+_BROKEN = 0.6
+_PACE = Pace(3, 5)
+_TRIPS = 20
+_LIBRARIES = {"torch": "torch.distributed._symmetric_memory", "nvshmem": "nvshmem.core"}
+MEMORY_FIXES = {
+    "host": "the ranks must run as one user in one PID namespace: each maps the others' memory through /proc/<pid>/fd",
+    "torch": "peer access (nvidia-smi topo -p2p r), a container with --ipc=host; else --overlap-train-provider nvshmem",
+    "nvshmem": "pip install nvshmem4py-cu13 cuda-core on every host, NVSHMEM_DEBUG=INFO for its reason; else "
+    "--overlap-train-provider torch",
+}
+_FILE = "file an issue with this report"
+_WRONG_FIX = (
+    f"do not train here with this method: --overlap-train-method collective; see this rank's other lines, {_FILE}"
+)
+_ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own lines and log come first"
+
+
+def check_collectives(world: World) -> list[Finding]:
+    """torch's own sum over all ranks of the job."""
+    total = torch.full((1 << 20,), float(world.rank + 1), device=world.device)
+    dist.all_reduce(total)
+    backend, wrong = dist.get_backend(), int((total != world.size * (world.size + 1) / 2).sum())
+    if wrong:
+        fix = "torch's own collective is wrong: run nccl-tests' all_reduce_perf -c 1 on these hosts"
+        return [fail("collectives", f"{backend}: {wrong} of {total.numel()} sums wrong", "right sums", fix)]
+    return [ok("collectives", f"{backend} all-reduce over {world.size} rank{'s' * (world.size > 1)} is right")]
+
+
+def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
+    """Open a heap of `provider`, and send data with signals both ways between all pairs of ranks.
+
+    call_s: see Agreement. Raises what a provider raises, and TimeoutError where a signal does not come.
+    """
+    name = f"heap {provider}"
+    # Before anything collective: a rank that cannot even load the library must not leave its peers in a rendezvous.
+    missing = here.attempt(lambda: importlib.import_module(_LIBRARIES.get(provider, "torch")))
+    if missing is not None:
+        expected = "the same on all ranks; without it auto takes torch"
+        return [] if missing == _ELSEWHERE else [warn(name, missing, expected, MEMORY_FIXES[provider])]
+    began = time.monotonic()
+    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), here.size * (_Mail.BLOCK + 8), provider, here.device)
+    opened = ok(name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
+    signals = _Mail(here, heap).check_signals(f"signal {provider}")
+    heap.close()
+    return [opened, signals]
+
+
+class _Mail:
+    """A heap as W blocks of BLOCK bytes and W signal words. Block s and word s of every rank are written by rank s alone."""
+
+    BLOCK = 1 << 20
+
+    def __init__(self, here: World, heap: SymmetricHeap) -> None:
+        self._here, self._own = here, heap.view(here.rank)
+        self._views = [heap.view(rank) for rank in range(here.size)]
+
+    def check_signals(self, name: str) -> Finding:
+        """Round trips between all pairs, one pair after the other: 1 MiB of data, then a signal, and the same back."""
+        here, trips, early = self._here, dict[int, float](), set[int]()
+        for pair in combinations(range(here.size), 2):
+            if here.rank in pair:
+                peer = pair[1 - pair.index(here.rank)]
+                times = [self._trip(peer, turn, early) for turn in range(1, _TRIPS + 1)]
+                trips[peer] = statistics.median(times) * 1e6
+        if early:
+            writers = ", ".join(here.who(peer) for peer in sorted(early))
+            fix = f"stop training with overlap here: {_FILE}; until then --overlap-train-method collective"
+            return fail(name, f"a signal of {writers} came before its data", "data first", fix)
+        if not trips:
+            return ok(name, "a single rank: nobody to signal")
+        slowest = max(trips, key=trips.__getitem__)
+        usual = statistics.median(trips.values())
+        return ok(name, f"round trip {usual:.0f} us, slowest {trips[slowest]:.0f} us with {here.who(slowest)}")
+
+    def _trip(self, peer: int, turn: int, early: set[int]) -> float:
+        """One round trip in seconds; the lower rank starts. Adds the peer to `early` if its signal came before its data."""
+        began, here = time.perf_counter(), self._here
+        if here.rank < peer:
+            self._send(peer, turn)
+        if not poll(lambda: int(self._word(self._own, peer).item()) >= turn, _SIGNAL_S):
+            raise TimeoutError(
+                f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
+            )
+        if not bool((self._block(self._own, peer) == turn).all()):
+            early.add(peer)
+        if here.rank > peer:
+            self._send(peer, turn)
+        return time.perf_counter() - began
+
+    def _send(self, peer: int, turn: int) -> None:
+        view, rank = self._views[peer], self._here.rank
+        self._block(view, rank).copy_(torch.full_like(self._block(view, rank), turn))
+        self._word(view, rank).copy_(torch.full_like(self._word(view, rank), turn))
+
+    def _block(self, view: torch.Tensor, source: int) -> torch.Tensor:
+        return view[source * self.BLOCK : (source + 1) * self.BLOCK]
+
+    def _word(self, view: torch.Tensor, source: int) -> torch.Tensor:
+        return view[self._here.size * self.BLOCK :].view(torch.int64)[source : source + 1]
+
+
+def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
+    """GB/s of every rank copying into every other's memory, one pair at a time: in another's turn a rank does nothing."""
+    on_gpu = here.device.type == "cuda"
+    heap = open_heap(
+        Agreement(here.group, _AGREE_S, call_s), (128 << 20) if on_gpu else (4 << 20), provider, here.device
+    )
+    views = [heap.view(rank) for rank in range(here.size)]
+    source, speeds = torch.ones_like(views[here.rank]), dict[tuple[int, int], float]()
+    for first, second in permutations(range(here.size), 2):
+
+        def copy(index: int, first: int = first, target: torch.Tensor = views[second]) -> None:
+            if here.rank == first:
+                target.copy_(source, non_blocking=True)
+
+        speeds[first, second] = source.nbytes / measure({"": copy}, _PACE, here.group, here.device)[""].ms / 1e6
+    heap.close()
+    return judge_links(here, speeds, system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None)
+
+
+def judge_links(here: World, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
+    """One finding for each link out of this rank that is slow, else one for all of them. speeds: GB/s by (source, target)."""
+    mine = {target: speed for (source, target), speed in speeds.items() if source == here.rank}
+    if not mine:
+        return []
+    told = f"{min(mine.values()):.3g} to {max(mine.values()):.3g} GB/s to {len(mine)} peers"
+    if here.device.type != "cuda":
+        return [ok("link", f"{told} through shared memory", "not judged: CPU")]
+    is_known = card is not None and card.is_measured
+    usual = card.copy_gbs if card is not None and is_known else statistics.median(speeds.values())
+    expected = f"at least {_LOW * usual:.0f} GB/s" + (
+        "" if is_known else ", as the median link: this card is not known"
+    )
+    fix = "nvidia-smi nvlink -s and -e on the host, nvidia-smi topo -m; other jobs on these GPUs; then have the host drained"
+    found = [
+        (fail if is_known and speed < _BROKEN * usual else warn)(
+            "link", f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}", expected, fix
+        )
+        for target, speed in mine.items()
+        if speed < _LOW * usual
+    ]
+    return found or [ok("link", told, expected)]
+
+
+@torch.no_grad()
+def check_operators(
+    here: World, name: str, methods: Sequence[str], config: OverlapConfig, seconds: float, call_s: float
+) -> list[Finding]:
+    """AG + GEMM and GEMM + RS by each method, again and again until the seconds are up: bitwise equal to torch. Then their time
+    beside the collective and the GEMM in sequence.
+
+    The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs. call_s: see Agreement.
+    """
+    found = list[Finding]()
+
+    def prepare() -> None:
+        domain_of(here.group, config, here.device).agreement.call_s = call_s
+
+    error = here.attempt(prepare)
+    if error is not None:
+        return [] if error == _ELSEWHERE else [fail(name, error, "a group of these ranks", _ERROR_FIX)]
+    for method in methods:
+        some = _verify(here, f"{name} {method}", config.by(method), seconds / len(methods))
+        found += some
+        if here.any(not some or bool(some[0].fix)):
+            return found  # after a time-out every later call raises
+    return found if here.size == 1 else found + _time(here, f"{name} time", config, methods)
+
+
+def methods_of(here: World) -> tuple[str, ...]:
+    """Those that untuned `auto` takes for many rows."""
+    if here.device.type != "cuda" or not importlib.util.find_spec("triton"):
+        return ("chunked",)
+    reads = tma_reads(here.device, torch.bfloat16, 4096, 14336 // here.size)
+    return ("chunked", "fused", *(("direct",) if reads else ()))
+
+
+def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
+    problems, rounds, is_over = list[str](), 0, False
+    deadline = time.monotonic() + seconds
+
+    def compare() -> None:
+        problems.extend(_differences(here, config, seed=rounds))
+
+    while not is_over:
+        error = here.attempt(compare)
+        rounds += 1
+        if error is not None:
+            return [] if error == _ELSEWHERE else [fail(name, error, "all operators end", _ERROR_FIX)]
+        is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
+    if problems:
+        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", "bitwise equal to torch", _WRONG_FIX)]
+    return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", "bitwise equal to torch")]
+
+
+def _differences(here: World, config: OverlapConfig, seed: int) -> Iterator[str]:
+    x, w, h, v = _inputs(here, seed)
+    y = all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm")
+    z = linear_reduce_scatter(h, v, group=here.group, config=config, name="doctor/gemm_rs")
+    here.synchronize()  # a wait on the GPU gives up there; then its output is NaN, but the reason is the time-out
+    check_timeouts()
+    products, sums = _gathered(x, here).float() @ w.float().t(), torch.empty_like(z, dtype=torch.float32)
+    dist.reduce_scatter_tensor(sums, h.float() @ v.float().t(), group=here.group)
+    for name, result, expected in (("AG + GEMM", y, products), ("GEMM + RS", z, sums)):
+        wrong = result != expected.to(result.dtype)
+        if bool(wrong.any()):
+            told = f"{name}: {int(wrong.sum())} of {result.numel()} elements wrong"
+            sources = wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
+            yield f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told
+
+
+def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str]) -> list[Finding]:
+    """The slowest rank's times, told by one rank."""
+    x, w, *_ = _inputs(here, 0)
+
+    def call_of(method: str) -> Call:
+        by = config.by(method)
+        return lambda index: all_gather_linear(x, w, group=here.group, config=by, name="doctor/ag_gemm")
+
+    calls = {method: call_of(method) for method in methods} | {"": lambda index: _gathered(x, here) @ w.t()}
+    times = {method: took.ms for method, took in measure(calls, _PACE, here.group, here.device).items()}
+    if here.rank != 0:
+        return []
+    sequence, best = times[""], min(methods, key=times.__getitem__)
+    told = ", ".join(f"{method} {times[method]:.3f} ms" for method in methods)
+    measured = f"{told}; collective then GEMM {sequence:.3f} ms: {sequence / times[best]:.2f} x by {best}"
+    if here.device.type != "cuda" or config.node_ranks:
+        return [ok(name, measured, "not judged: CPU, or nodes on one machine")]
+    if times[best] > sequence:
+        fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
+        return [warn(name, measured, "faster than the sequence", fix)]
+    return [ok(name, measured, "faster than the sequence")]
+
+
+def _gathered(x: torch.Tensor, here: World) -> torch.Tensor:
+    """[M/W, K] -> [M, K], by torch's all-gather."""
+    whole = x.new_empty(here.size * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(whole, x, group=here.group)
+    return whole
+
+
+def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:
+    """x_shard_m [M/W, K], w_shard_n [N/W, K], h_shard_k [M, N/W], v_shard_k [K, N/W]
+
+    Sparse and of values -1, 0, 1: partial sums are small integers, exact in bf16, so results must be equal.
+    """
+    size, on_gpu = here.size, here.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    m, k, n = (8192 // (8 * size) * 8, 4096, 14336 // (8 * size) * 8) if on_gpu else (16, 64, 24)  # m, n: of one rank
+    generator = torch.Generator(here.device).manual_seed(1000 * seed + here.rank)
+
+    def sparse(rows: int, columns: int) -> torch.Tensor:
+        # Two of 17 are not zero: a sum over 14336 products has a deviation of 14, and bf16 is exact to 256.
+        numbers = torch.randint(-8, 9, (rows, columns), device=here.device, generator=generator)
+        return numbers.div_(8, rounding_mode="trunc").to(dtype)
+
+    return sparse(m, k), sparse(n, k), sparse(m * size, n), sparse(k, n)

@@ -1,0 +1,113 @@
+"""`overlap-train doctor` on CPU processes: a healthy job, and planted defects, each named with its rank and host."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.script_server import ScriptServer
+
+HOST = socket.gethostname()
+# The doctor in a process where rank 1 has a defect.
+FAULTY = """
+import os, pathlib, signal, sys, torch, overlap_train
+
+if os.environ["RANK"] == "0":
+    pathlib.Path("first").write_text(str(os.getpid()))
+else:
+    gather, copy = overlap_train.all_gather_linear, torch.Tensor.copy_
+    {fault}
+from overlap_train.cli import main
+sys.exit(main(["doctor", "--seconds", "0.2", "--json", "r.json", *sys.argv[1:]]))
+"""
+FAULTS = {
+    "another version": 'torch.__version__ = "2.99.0"',
+    "wrong result": "overlap_train.all_gather_linear = lambda *a, **k: gather(*a, **k) + torch.eye(32, 24)",
+    "no signals": "torch.Tensor.copy_ = lambda s, *a, **k: s if (s.dtype, len(s)) == (torch.int64, 1) else copy(s, *a, **k)",
+    "raises": "overlap_train.all_gather_linear = None",
+    # and torchrun ends the other ranks
+    "dies": "overlap_train.all_gather_linear = "
+    "lambda *a, **k: (os.kill(int(pathlib.Path('first').read_text()), signal.SIGTERM), os._exit(3))",
+}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "r.json").read_text())["rows"]
+
+
+def doctor(server: ScriptServer, folder: Path, *arguments: str, faults: tuple[str, ...] = ()) -> tuple[int, str]:
+    """Exit status, and what all ranks have printed."""
+    (folder / "faulty.py").write_text(FAULTY.format(fault="; ".join(FAULTS[fault] for fault in faults) or "pass"))
+    return server.run(str(folder / "faulty.py"), *arguments, folder=folder)
+
+
+def failures(folder: Path) -> dict[tuple[str, int], str]:
+    """(check, rank) -> what was measured; each of them has host and fix."""
+    found = [line for line in lines(folder) if line["status"] == "FAIL"]
+    assert all(line["host"] == HOST and line["fix"] for line in found), found
+    return {(line["name"], line["rank"]): line["measured"] for line in found}
+
+
+def test_ranks_that_are_well(script_server: ScriptServer, tmp_path: Path) -> None:
+    status, said = doctor(script_server, tmp_path, "--node-ranks", "1")
+    assert status == 0, said
+    assert said.count("overlap-train doctor") == 1 and "doctor: WARN (1 WARN," in said, "one rank prints"
+    found = {(line["name"], line["rank"]): line["status"] for line in lines(tmp_path)}
+    for name in (
+        "device", "version torch", "collectives", "heap host", "signal host", "link", "operator chunked", "network chunked",
+    ):  # fmt: skip
+        assert found[name, 0] == found[name, 1] == "OK", name
+    assert found["operator time", 0] == "OK" and ("operator time", 1) not in found
+    assert {name for (name, _), status in found.items() if status != "OK"} == {"gpu visible"}
+
+
+def test_a_wrong_result_and_unequal_versions_are_named(script_server: ScriptServer, tmp_path: Path) -> None:
+    status, said = doctor(script_server, tmp_path, faults=("another version", "wrong result"))
+    assert status == 1 and f"rank 1 on {HOST}" in said and "fix: install the same packages" in said
+    found = failures(tmp_path)
+    assert found.keys() == {("version torch: ranks differ", 1), ("operator chunked", 1)}
+    assert found["version torch: ranks differ", 1].startswith("2.99.0")
+    wrong = f"AG + GEMM: 24 of 768 elements wrong, in rows of rank 0 on {HOST}, rank 1 on {HOST}, in round 1"
+    assert found["operator chunked", 1] == wrong
+
+
+def test_a_rank_without_signals_is_named(script_server: ScriptServer, tmp_path: Path) -> None:
+    status, _ = doctor(script_server, tmp_path, faults=("no signals",))
+    assert status == 1
+    assert f"TimeoutError: no signal from rank 1 on {HOST} in 5 s" in failures(tmp_path)["heap host", 0]
+    assert not any(line["name"].startswith("operator") for line in lines(tmp_path))
+
+
+def test_an_operator_that_raises_on_one_rank(script_server: ScriptServer, tmp_path: Path) -> None:
+    status, said = doctor(script_server, tmp_path, "--limit", "8", faults=("raises",))
+    assert status == 1
+    assert "'NoneType' object is not callable" in failures(tmp_path)["operator chunked", 1]
+    assert "rank 1" in failures(tmp_path).get(("operator chunked", 0), "rank 1"), said
+
+
+def test_a_rank_that_dies_is_named(script_server: ScriptServer, tmp_path: Path) -> None:
+    doctor(script_server, tmp_path, faults=("dies",))
+    assert failures(tmp_path)["operators", 1].startswith("does not answer when the job was ended (SIGTERM) after ")
+
+
+def test_a_rank_that_never_came_is_named(script_server: ScriptServer, tmp_path: Path) -> None:
+    words = ("-m", "overlap_train", "doctor", "--limit", "2", "--json", "r.json")
+    status, _ = script_server.run(*words, folder=tmp_path, world=1, WORLD_SIZE="2")
+    (failed,) = [line for line in lines(tmp_path) if line["status"] == "FAIL"]
+    assert status == 1 and (failed["name"], failed["rank"]) == ("start", 1) and "does not answer" in failed["measured"]
+
+
+def test_a_single_process_says_what_it_cannot_check(script_server: ScriptServer, tmp_path: Path) -> None:
+    """And a report that cannot be written is one line below the table, and status 2."""
+    words = ("-m", "overlap_train", "doctor", "--seconds", "0.1", "--json", "/proc/r.json")
+    status, said = script_server.run(*words, folder=tmp_path, world=1)
+    assert status == 2 and "not checked: NVLink" in said and "operator time" not in said
+    assert said.splitlines()[-1].startswith("overlap-train doctor: error: --json /proc/r.json cannot be written: ")
+
+
+def test_only_rank_0_prints_the_help(script_server: ScriptServer, tmp_path: Path) -> None:
+    for words in (("doctor", "--help"), ("--help",)):
+        status, said = script_server.run("-m", "overlap_train", *words, folder=tmp_path)
+        assert status == 0 and said.count("usage: ") == 1, said
