@@ -362,9 +362,7 @@ def _bracketing(wrapper: type[Any]) -> type[Any]:
         __doc__ = wrapper.__doc__
 
         def __init__(self, forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-            from overlap_train.integrations.megatron.graphing import (
-                graphed_passes,  # not before Megatron is imported whole
-            )
+            from overlap_train.integrations.megatron.graphing import graphed_passes
 
             super().__init__(graphed_passes(forward_backward_func), *args, **kwargs)
 

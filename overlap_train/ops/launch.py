@@ -289,7 +289,13 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
         constants = _hopper_constants(b_kn, STAGES_DIRECT if direct else STAGES)
         constants |= {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
         count = HOPPER_TILE.count(m_shard, n)
-        replaced: Replaced = (("a_desc",), ("b_desc", "b_half_desc"), () if direct else ("to1_desc",), ("y_desc",), ("tag",))
+        replaced: Replaced = (
+            ("a_desc",),
+            ("b_desc", "b_half_desc"),
+            () if direct else ("to1_desc",),
+            ("y_desc",),
+            ("tag",),
+        )
     else:
         kernel = _portable_kernel(plan)
         arguments |= dict(
