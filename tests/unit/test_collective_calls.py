@@ -27,7 +27,7 @@ def ranks_of(world: int = WORLD) -> tuple[list[NotedCalls], list[FaultRecord]]:
     table = torch.zeros(_NOTED * world * 8, dtype=torch.uint8)
     faults = [FaultRecord(torch.device("cpu"), rank, timeout_s=1.0) for rank in range(world)]
     for fault in faults:
-        fault.know(GATHER), fault.know(SCATTER)
+        fault.register(GATHER), fault.register(SCATTER)
     return [NotedCalls(table, rank, world, fault) for rank, fault in enumerate(faults)], faults
 
 
@@ -110,7 +110,7 @@ def _notes(rank: int, world: int) -> tuple[str, str]:
     agreement, fault = Agreement(dist.group.WORLD, 20.0), FaultRecord(torch.device("cpu"), rank, 20.0)
     table = collective_calls.share_on_machine(agreement, _NOTED * world * 8)
     calls = NotedCalls(table, rank, world, fault)
-    fault.know(GATHER), fault.know(SCATTER)
+    fault.register(GATHER), fault.register(SCATTER)
     found = []
     for wrong in (1, 3):
         if rank != wrong:

@@ -77,8 +77,8 @@ def graphable(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A domain as far as `graphed` looks at it; `events` are its barriers."""
     events: list[str] = []
     domain = SimpleNamespace(
-        heap=object(), book=object(), workspace=SimpleNamespace(use=SimpleNamespace(invalidate=lambda: None)),
-        topology=Topology(1, 2, 0), graphed=False, captured=False, is_capturing=lambda: True, events=events,
+        heap=object(), has_run=True, span=SimpleNamespace(graphs=True), graphed=False, captured=False,
+        workspace=SimpleNamespace(use=SimpleNamespace(invalidate=lambda: None)), is_capturing=lambda: True, events=events,
     )  # fmt: skip
     monkeypatch.setattr(graph, "made_domain", lambda group: domain)
     monkeypatch.setattr(graph, "barrier", lambda domain, tag: events.append(tag.op))
@@ -95,7 +95,7 @@ def test_a_graph_begins_and_ends_with_a_barrier(graphable: Any) -> None:
 
 def test_a_graph_across_nodes_has_no_barriers_and_holds_no_memory(graphable: Any) -> None:
     """Only collectives are captured there."""
-    graphable.topology = Topology(2, 1, 0)
+    graphable.span.graphs = False
     with graph.graphed(None):  # type: ignore[arg-type]
         assert graphable.graphed
     assert graphable.events == [] and not graphable.captured

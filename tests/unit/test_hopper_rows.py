@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from overlap_train.ops import launch as hopper
-from overlap_train.ops.gemm_a2a import FusedGemmAllToAll
-from overlap_train.ops.gemm_rs import FusedScatter
-from overlap_train.ops.launch import GatherOperands, ScatterOperands
 from overlap_train.schedule.order import (
     A2A_GEMM,
     GATHER,
@@ -30,7 +21,7 @@ from overlap_train.schedule.order import (
     strip_order,
     units_in_run,
 )
-from overlap_train.select.tiling import HOPPER, HOPPER_TILE, count_waves
+from overlap_train.select.tiling import HOPPER_TILE, count_waves
 from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too
@@ -261,61 +252,3 @@ def test_a_kernel_that_leaves_takes_what_is_here_and_the_next_one_goes_on(
     blocks = [0] if exchange else range(world)
     for block in blocks:
         check(y if exchange else part_of(y, block, chunks), 0 if exchange or block == rank else block * m_shard)
-
-
-M_SHARD, N, K, CHUNKS = 130, 264, 64, 2
-BLOCK = torch.empty(M_SHARD, N, dtype=torch.bfloat16)
-CUT = [CHUNKS, M_SHARD // CHUNKS, N]  # one block in its chunks
-
-
-def shapes_of(describe: Any, kind: str, operands: Any, world: int) -> dict[str, list[int]]:
-    """Of the tensor descriptors that a launch has."""
-    domain, peers = MagicMock(world_size=world, device=torch.device("cpu")), tuple(range(1, world))
-    domain.config.timeout_s = 1.0
-    blocks = torch.empty(world, M_SHARD, N, dtype=torch.bfloat16)
-    call = MagicMock(chunks=CHUNKS, blocks=blocks, peers=peers, remote_block=lambda peer: BLOCK)
-    plan = SimpleNamespace(kind=kind, reduces_later=False, spared_sms=5)
-    with mock.patch.object(hopper, "grid_size", return_value=(1,)) as grid_size:
-        launch = describe(domain, call, plan, operands)
-    assert grid_size.call_args.args[-1] == 5, "SMs that the kernel leaves"
-    descriptors = {name: value for name, value in launch.arguments.items() if name.endswith("_desc")}
-    # Of two linears of one shape the second launch is the first one's with other addresses: each operand's, in both of b's.
-    replaced = {name for names in launch.replaced for name in names}
-    assert {"b_desc", "b_half_desc", "y_desc", "own_desc" if "own_desc" in descriptors else "a_desc"} <= replaced
-    whole, half = (descriptors[name].block_shape for name in ("b_desc", "b_half_desc"))
-    assert sorted(whole) == sorted([256, 64]) and sorted(half) == sorted([128, 64])
-    return {name: list(value.shape) for name, value in descriptors.items()}
-
-
-@pytest.mark.parametrize("kind", [SCATTER, GEMM_A2A])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("direct", [False, True])
-def test_what_a_scatter_stores_is_cut_into_chunks(direct: bool, world: int, kind: str) -> None:
-    a, b = torch.empty(M_SHARD * world, K, dtype=torch.bfloat16), torch.empty(K, N, dtype=torch.bfloat16)
-    staging = None if direct else BLOCK.new_empty(world, M_SHARD, N)
-    shapes = shapes_of(hopper.scatter_launch, kind, ScatterOperands(a, b, staging, BLOCK), world)
-    assert shapes["y_desc"] == CUT
-    for place in range(1, 8):
-        assert shapes[f"to{place}_desc"] == (CUT if direct else [world * CHUNKS, *CUT[1:]])
-
-
-@pytest.mark.parametrize(("kind", "blocks"), [(GATHER, 4), (A2A_GEMM, 1)])
-def test_what_a_gather_stores_is_cut_into_chunks(kind: str, blocks: int) -> None:
-    own = torch.empty(M_SHARD, K, dtype=torch.bfloat16)
-    own = own if kind == GATHER else own.expand(4, -1, -1).contiguous()
-    operands = GatherOperands(own, torch.empty(K, N, dtype=own.dtype), own.new_empty(blocks * M_SHARD, N), sends=False)
-    block = own[1] if kind == A2A_GEMM else own
-    shapes = shapes_of(partial(hopper.gather_launch, block=block), kind, operands, world=4)
-    assert shapes["y_desc"] == [blocks * CHUNKS, *CUT[1:]]
-
-
-@pytest.mark.parametrize("kind", [SCATTER, GEMM_A2A])
-def test_copies_wait_for_as_many_strips_as_a_chunk_has(kind: str) -> None:
-    """65 rows of a chunk are two strips, of 264 columns in two tiles each."""
-    plan: Any = SimpleNamespace(kernels=HOPPER, tile=HOPPER_TILE, chunks=CHUNKS, legs=())
-    domain, a, b = MagicMock(world_size=2, rank=0), torch.empty(M_SHARD, K), torch.empty(K, N)
-    if kind == SCATTER:
-        FusedScatter(domain, plan, MagicMock(), torch.cat([a, a]), b).start()
-    else:
-        FusedGemmAllToAll(domain, plan, MagicMock(), a, torch.cat([b, b], dim=1), torch.empty(2, M_SHARD, N)).start()
-    domain.workspace.open.return_value.routes.assert_called_once_with((), tiles=2 * 2)

@@ -45,15 +45,15 @@ def test_a_plan_asks_for_words_only() -> None:
 
 def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
     features = MOST_BYTES // 1024 // 2
-    assert why_not(plan(512, features), GPU, False) is None
-    told = why_not(plan(512, features + 1), GPU, False)
+    assert why_not(plan(512, features), GPU, lambda: False) is None
+    told = why_not(plan(512, features + 1), GPU, lambda: False)
     assert told is not None and "takes 64.0 MiB as words with flags, at most 64 are served" in told
     assert "--overlap-train-method" in told
-    exchange = why_not(plan(8, 32, spec=ALL_TO_ALL_LINEAR), GPU, False)
+    exchange = why_not(plan(8, 32, spec=ALL_TO_ALL_LINEAR), GPU, lambda: False)
     assert exchange is not None and "it serves gathers and scatters, no all-to-alls" in exchange
-    on_cpu = why_not(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu"), False)
+    on_cpu = why_not(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu"), lambda: False)
     assert on_cpu is not None and "interpreter only" in on_cpu
-    assert why_not(plan(8, 32), torch.device("cpu"), True) is None, "also in bf16, which the library multiplies"
+    assert why_not(plan(8, 32), torch.device("cpu"), lambda: True) is None, "also in bf16, which the library multiplies"
 
 
 def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:
@@ -66,8 +66,8 @@ def test_flagged_words_lie_behind_the_blocks() -> None:
     layout = Layout(3, 5000, 7000)
     starts = [layout.offset(slot) for slot in range(SLOTS)] + [layout.flagged_offset(slot) for slot in range(SLOTS)]
     ends = [
-        *(start + layout.size(0) for start in starts[:SLOTS]),
-        *(start + layout.flagged_size(0) for start in starts[SLOTS:]),
+        *(start + layout.slot_bytes for start in starts[:SLOTS]),
+        *(start + layout.flagged_bytes for start in starts[SLOTS:]),
     ]
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)) and ends[-1] <= layout.nbytes
     assert all(start % 512 == 0 for start in starts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from overlap_train import OverlapTimeoutError, shutdown
 from overlap_train.group import registry
+from overlap_train.group.domain import OverlapDomain
 from overlap_train.symmetric import nvshmem
 
 
@@ -18,7 +20,7 @@ class Domain:
     def __init__(self, provider: str | None, name: str = "", closed: list[str] | None = None, late: str = "") -> None:
         self.heap = None if provider is None else SimpleNamespace(provider=provider)
         self.group = SimpleNamespace(group_name=name)
-        self.in_use = threading.RLock()
+        self.in_use, self.idle = threading.RLock(), partial(OverlapDomain.idle, self)
         self._closed, self._late = closed, late
 
     def close(self) -> None:
