@@ -39,8 +39,7 @@ from ..pictures.lanes import (
     unit_of,
 )
 from ..pictures.style import canvas, in_order, save
-from .attention_blocks import overlapped
-from .attention_data import Data
+from .attention import Data, overlapped
 
 METHODS = ("collective", "chunked", "fused", "direct")
 # M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all
