@@ -13,9 +13,8 @@ from ...config import METHODS
 from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int
 from ...select.method import Method
 from ..measure.cases import EXCHANGES, OPS, PASSES
-from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS, TINY
-from ..measure.runs import Session, Settings
+from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
 from . import attention, layers, operators, output
 
