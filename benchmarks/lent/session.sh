@@ -5,7 +5,7 @@
 # shared4 and shared8 alone: beside others, and shared8 on GPUs of 80 GB, memory runs out (13 GiB a rank).
 # OUT/compiled-STEP: the kernels that a step has compiled although prepare.sh should have, by name.
 # STEP: tests (all GPU tests, one rank a GPU; two on one GPU), tests=PROVIDER, shared4 and shared8 (so many ranks on the GPUs), te
-# (TransformerEngine's tests, where TE_ENV, default /tmp/te_site/env.sh, makes it importable), faults (planted ones), record=NAME,NAME
+# (TransformerEngine's tests, where TE_ENV, default /tmp/te_site/env.sh, makes it importable), record=NAME,NAME
 # (steps of benchmarks/record.sh). TEST_ARGS is that of make test-gpu. LIMIT: seconds of a step (default 3600). OUT: for logs.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
@@ -45,7 +45,6 @@ run_step() {
     shared4) gpu_tests RANKS=4 SIZES=4 PROVIDERS=torch ;;
     shared8) gpu_tests RANKS=8 SIZES=8 PROVIDERS=torch ;;
     te) transformer_engine ;;
-    faults) timeout "${LIMIT:-3600}" .venv/bin/python -m tests.mutations --gpu --jobs 3 ;;
     record=*) names=${step#record=} && STEPS=${names//,/ } benchmarks/record.sh "$out/record" ;;
     *) echo "no such step: $step" && false ;;
   esac >"$out/$step.log" 2>&1
