@@ -70,18 +70,10 @@ step tune-operators 40 -m overlap_train tune --seq 8192 --column $mlps --row $(s
 step tune-ulysses 60 -m overlap_train tune --model llama3-8b --ulysses --seq 32768
 step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
-# The same by auto without measurements, beside auto by those of these sizes.
-for model in llama3-8b llama3-70b qwen3-32b; do
-  step "winners-$model" 60 -m overlap_train tune --quick --model $model --seq 2048 4096 8192 16384 --tuning-dir "$out/winners"
-done
-step untuned 120 -m overlap_train bench layers --quick --methods auto --seq 2048 4096 8192 16384 --tuning-dir "$out/no-winners" \
-  --tuned "$out/winners" --out "$out/untuned"
 te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
 step small_m 30 -m overlap_train bench operators --rows 128 256 512 1024 --methods auto,low_latency,direct,collective --out "$out/small_m"
 step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 \
   --shapes llama3-8b --methods auto,fused,direct --out "$out/ragged"
-step sweep 60 -m overlap_train bench operators --rows 256 512 1024 2048 4096 8192 16384 32768 --shapes llama3-8b,llama3-70b \
-  --methods auto,fused,chunked --quick --out "$out/sweep"
 step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
 te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 32768 --methods collective,fused,direct,chunked \
   --out "$out/ulysses_te"
@@ -89,8 +81,6 @@ te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 3
 half=$((gpus / 2))
 [ -z "${WIRE-}" ] || with=(benchmarks/lent/steady_wire.sh "$WIRE")
 [ "$half" -eq 0 ] || step hierarchical 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto,collective --out "$out/hierarchical"
-[ "$half" -eq 0 ] || step network_sms 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto --network-sms 2,4,8,16 --quick \
-  --out "$out/network_sms"
 [ "$half" -eq 0 ] || step timeline_nodes 20 -m overlap_train bench timeline --what nodes --node-ranks "$half" --out "$out/hierarchical"
 with=()
 step timeline 15 -m overlap_train bench timeline --out "$out"
@@ -99,9 +89,6 @@ step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$
 step mfu 150 $mfu $big --global-batch-size 4 --quick --variants "$variants" --out "$out/mfu"
 # shellcheck disable=SC2086
 [ -z "$big_too" ] || step mfu_70b 120 $mfu $big_too --global-batch-size 4 --quick --variants megatron,chunked,overlap --out "$out/mfu_70b"
-step mfu_8_layers 60 $mfu --model llama3-8b --layers 8 --global-batch-size 2 --quick --variants megatron,overlap --out "$out/mfu_8_layers"
-# shellcheck disable=SC2086
-step mfu_one_micro_batch 90 $mfu $big --quick --out "$out/mfu_one_micro_batch"
 step mfu_s2048 45 $mfu --model llama3-8b --layers 4 --seq-length 2048 --global-batch-size 8 --quick \
   --variants "$graphs" --out "$out/mfu_s2048"
 step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
@@ -121,7 +108,7 @@ step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-step
   --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
   --variants "$te" --out "$out/mfu_te"
-for folder in "$out" "$out/small_m" "$out/ragged" "$out/sweep" "$out/untuned" "$out/ulysses" "$out/hierarchical" "$out/network_sms" "$out/te" "$out/ulysses_te"; do
+for folder in "$out" "$out/small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/ulysses_te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

@@ -19,16 +19,14 @@ import torch
 
 def share() -> None:
     """Before the first communicator and before the GPU is used."""
-    from overlap_train.ops import launch as hopper
-    from overlap_train.ops import launch as kernel_args
+    from overlap_train.ops import launch
     from overlap_train.tools.measure.pretended import pretend_nodes
 
     pretend_nodes(1)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    all_of_them = kernel_args.multiprocessors
-    for module in (kernel_args, hopper):
-        module.multiprocessors = lambda device: all_of_them(device) - 8
+    all_of_them = launch.multiprocessors
+    launch.multiprocessors = lambda device: all_of_them(device) - 8
 
 
 if __name__ == "__main__":

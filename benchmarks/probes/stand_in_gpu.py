@@ -19,21 +19,19 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap_train
-from overlap_train.gpu.driver import _SIGNATURES, CudaDriver
+from overlap_train.gpu.driver import _SIGNATURES, Blas, CudaDriver
 from overlap_train.gpu.launch import Launcher, layout_of
 from overlap_train.group import domain
 from overlap_train.group.copy_engine import StreamCopyEngine
 from overlap_train.group.topology import Nodes
-from overlap_train.nodes.connect import AcrossNodes
+from overlap_train.nodes.connect import SeveralNodes
 from overlap_train.nodes.engines import Piece
 from overlap_train.nodes.nccl import NcclEngine
 from overlap_train.ops import plan_cache as settled
-from overlap_train.planning.table import UNTUNED
 from overlap_train.schedule.inter_node import SendRecv
 from overlap_train.schedule.order import Topology
-from overlap_train.select.tiling import Target
-
-HOPPER, SMS = Target((9, 0)), 132
+from overlap_train.select.system import H200
+from overlap_train.select.table import UNTUNED
 
 
 class IdleDriver(CudaDriver):
@@ -110,6 +108,9 @@ class IdleDomain(domain.OverlapDomain):
         local = self.config.node_ranks or self.world_size
         self.nodes = Nodes(Topology(self.world_size // local, local, self.rank))
 
+    def find_nodes(self, what: str, read: Any) -> Any:
+        return read(self.topology.nodes)  # which rank 0 would read for all
+
 
 class IdleExchange:
     def arrive(self) -> None: ...
@@ -120,24 +121,20 @@ class IdleNetwork:
 
     sms = 2
 
-    def exchange(self, crossing: SendRecv, sent: Piece, received: Piece) -> IdleExchange:
+    def exchange(self, step: SendRecv, sent: Piece, received: Piece) -> IdleExchange:
         return IdleExchange()
 
     def close(self, orderly: bool) -> None: ...
 
 
-class IdleAcrossNodes(AcrossNodes):
+class IdleNodes(SeveralNodes):
     """The real engine and memory, and nothing that was measured: of how many SMs there are, kernels are told nothing."""
 
-    def new_engine(self) -> NcclEngine:
-        assert self.launcher is not None
-        reduce_sms = int(self.topology.local > 1)
-        return NcclEngine(self.device, self.launcher.driver, IdleNetwork(), self.fault, reduce_sms=reduce_sms)
-
-
-# Modules of operators/ that launch kernels. They must tell kernels what they tell them on a GPU: told anything else, Triton
-# compiles another kernel, which a GPU never asks for.
-LAUNCHING = ("kernel_args", "portable", "low_latency", "gemm_reduce_scatter")
+    def _new_engine(self) -> NcclEngine:
+        domain = self.domain
+        assert domain.launcher is not None
+        driver, sums = domain.launcher.driver, int(domain.topology.local > 1)
+        return NcclEngine(domain.device, driver, IdleNetwork(), domain.fault, Blas(domain.device), sums, 0.0)  # type: ignore
 
 
 def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
@@ -153,15 +150,18 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     for name, instead in {
         f"{registry}.OverlapDomain": IdleDomain,
-        "overlap_train.group.domain.AcrossNodes": IdleAcrossNodes,
+        "overlap_train.nodes.SeveralNodes": IdleNodes,
         "overlap_train.group.domain.Agreement": Echo,
         "overlap_train.ops.plan_cache.make_plan": planned,
         "overlap_train.ops.plan_cache.why_not": lambda *arguments: None,
-        "overlap_train.ops.plan_cache.read": lambda domain: UNTUNED,  # only rank 0 would have one
-        "overlap_train.ops.launch.multiprocessors": lambda device: SMS,
-        **{f"overlap_train.operators.{module}.on_a_gpu": lambda domain: True for module in LAUNCHING},
+        "overlap_train.select.table.read": lambda folder, key: UNTUNED,  # only rank 0 would have one
+        "overlap_train.ops.launch.multiprocessors": lambda device: H200.sms,
+        # kernels must be told what they are told on a GPU: told anything else, Triton compiles another, which no GPU asks for
+        "overlap_train.ops.launch.on_a_gpu": lambda domain: True,
+        "overlap_train.ops.low_latency.on_a_gpu": lambda domain: True,
         "torch.cuda.Stream": lambda *arguments, **options: stream,
         "torch.cuda.synchronize": lambda device=None: None,
+        "overlap_train.group.domain._is_capturing": bool,
         "torch.cuda.is_current_stream_capturing": bool,
     }.items():
         stack.enter_context(mock.patch(name, instead))
@@ -174,7 +174,7 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
 class _OnHopper:
     """A tensor as planning sees it."""
 
-    device = HOPPER
+    device = H200
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor

@@ -89,7 +89,7 @@ def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, .
 
 
 # Products of few rows are slow: 4096 rows of 8192 x 173056 and 345600 take 1.03 to 1.05 times as long in four products, 1.05 to
-# 1.11 in eight (1.02 to 1.05 on the SMs that NCCL leaves), 1.15 to 1.17 in sixteen (H100, benchmarks/probes/gemm_parts.py). So a
+# 1.11 in eight (1.02 to 1.05 on the SMs that NCCL leaves), 1.15 to 1.17 in sixteen (H100, benchmarks/notes.md). So a
 # product takes several chunks wherever it does not wait for them.
 @cache
 def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:

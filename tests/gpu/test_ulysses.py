@@ -22,7 +22,7 @@ from overlap_train import (
     linear_all_to_all,
     qkv_all_to_all,
 )
-from overlap_train.tools.bench.attention_parts import core_attention, rotated, split
+from overlap_train.tools.bench.attention import core_attention, rotated, split
 from overlap_train.ulysses.attention_layout import HeadNorm, Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
 from tests.linear_cases import OPERATORS, Case, cut_into
 

@@ -150,6 +150,7 @@ class SimulatedDomain:
         self.graphed = self.captured = self.closed = self.on_gpu = False
         self.has_run, self.in_use = True, threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
+        self.tags: list[Any] = []
         self.fault = core("group.signals").FaultRecord(self.device, rank, simulation.timeout_s)
         self.heap, self.layout = heap, layout
         self.engine = simulation.engine(scheduler, rank)
@@ -164,6 +165,7 @@ class SimulatedDomain:
     def operator(
         self, tag: Any, slots: int, barrier_first: bool = False, shown_as: str = ""
     ) -> AbstractContextManager[None]:
+        self.tags.append(tag)  # as plans hold theirs: errors name what is still there
         return core("group.domain").OverlapDomain.operator(self, tag, slots, barrier_first, shown_as)
 
     def check_usable(self, tag: Any, slots: int) -> None:

@@ -57,7 +57,7 @@ def problem(which: str, machine: GridSimulation, method: str = "chunked") -> Bui
                 results[number, rank.rank] = PASSES[which](linear, mine, given)
 
         machine.spawn_grid(scheduler, host)
-        scheduler.patch(core("ulysses.ahead").Step, "start", _overwriting(core("ulysses.ahead").Step.start))
+        scheduler.patch(core("ulysses.parts").Step, "start", _overwriting(core("ulysses.parts").Step.start))
 
         def check() -> None:
             assert len(results) == 2 * machine.world_size

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.group import memory as prepare
+from overlap_train.group import span
 from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
 from overlap_train.ops.ag_gemm import ChunkedGather
 from overlap_train.symmetric import host
@@ -55,16 +56,11 @@ def _exact(case: Case, rows: int = 4) -> None:
 
 
 def _after_memory_ran_out(rank: int, world: int) -> None:
-    case, opened = _case(), prepare.open_heap
+    case = _case()
     _exact(case)
 
-    def refuse(*_: Any) -> None:
-        raise MemoryError("none left")
-
-    prepare.open_heap = refuse  # type: ignore[attr-defined] # of this process
-    with pytest.raises(MemoryError):
+    with mock.patch.object(span, "heap_by", side_effect=MemoryError("none left")), pytest.raises(MemoryError):
         _exact(case, rows=400)
-    prepare.open_heap = opened  # type: ignore[attr-defined]
     _exact(case)
     _exact(case, rows=400)
 

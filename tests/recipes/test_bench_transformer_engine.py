@@ -75,7 +75,7 @@ def test_one_that_hangs_ends_the_run_after_our_rows_are_saved(script_server: Scr
     run = (str(tmp_path / "program.py"), "bench", "layers", *TINY, "--out", str(tmp_path))
     status, said = script_server.run(*run, folder=tmp_path)
     assert status == 1
-    assert "Timeout" in said and "te_linears.py" in said, "where it hung"
+    assert "Timeout" in said and "layers.py" in said, "where it hung"
     (row,) = rows_in(tmp_path)
     assert row["ms"] > 0 and row["te_ms"] is None
 

@@ -151,9 +151,7 @@ atexit.register(lambda: print(answer(lambda: "told", 30.0)))
 
 def test_the_store_answers_while_python_ends() -> None:
     """As a program asks that has registered shutdown() with atexit. From Python 3.12 on no thread can be started then."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60
-    )
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
     assert (ended.stdout, ended.stderr) == ("told\n", "")
 
 

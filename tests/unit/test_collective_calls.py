@@ -4,6 +4,7 @@ came first learns it from a thread."""
 from __future__ import annotations
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_ranks_of_one_machine_find_each_other() -> None:
 def _has_none(rank: int, world: int) -> tuple[str, int]:
     """Rank 1 cannot have the memory; rank 0 says so, and calls go on. Also how many looks the thread of faults has."""
     if rank == 1:
-        host._make = lambda nbytes: (-1, "", "no memory is left")  # type: ignore[assignment] # of this process
+        host.os.memfd_create = mock.Mock(side_effect=OSError("no memory is left"))  # of this process
     said: list[str] = []
     collective_calls.say_on_rank_0 = lambda rank, text: said.append(text)  # type: ignore[assignment] # of this process
     fault = FaultRecord(torch.device("cpu"), rank, 20.0)

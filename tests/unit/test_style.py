@@ -46,4 +46,3 @@ def test_three_gemms_look_like_nothing_else_of_their_pictures(how: str) -> None:
     for name in ("by_nodes", "collective", "chunked", "fused", "direct", "low_latency", "auto"):
         other = style.look_of(name)
         assert difference(own.colour, other.colour, how) > 0.09, name
-        assert own.marker != other.marker and own.dash != other.dash

@@ -13,11 +13,10 @@ from ...config import METHODS
 from ...flags import NETWORKS, PROVIDERS, option, positive_float, positive_int
 from ...select.method import Method
 from ..measure.cases import EXCHANGES, OPS, PASSES
-from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS, TINY
-from ..measure.runs import Session, Settings
+from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.shapes import LAYERS, PUBLISHED, TABLES_1_2, WEIGHTS, cases, exchange_cases, layer_cases
-from . import attention_blocks, hierarchical, layers, operators, output
+from . import attention, layers, operators, output
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ class Ulysses(OfPasses):
     def _blocks(self, session: Session) -> None:
         models, tokens = self._shapes
         chosen = [(model, MODELS[model]) for model in models if model != "table6"]
-        attention_blocks.run(chosen, tokens, session)
+        attention.run(chosen, tokens, session)
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class Hierarchical(OfPasses):
         (*OPS, *EXCHANGES), f"of {','.join((*OPS, *EXCHANGES))}", choices=(*OPS, *EXCHANGES), metavar="OP,..."
     )
     ratios: tuple[float, ...] = option(
-        hierarchical.RATIOS,
+        operators.RATIOS,
         "length of the products, in units of what the network takes",
         parse=positive_float,
         metavar="R,...",
@@ -207,8 +206,8 @@ class Hierarchical(OfPasses):
 
     def _measure(self, session: Session) -> None:
         refuse_methods_of_one_node(self.methods, nodes_of(session))
-        shapes = hierarchical.Shapes(self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
-        operators.run(hierarchical.hierarchical_cases(session, shapes), session, self.network_sms)
+        shapes = operators.Shapes(self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
+        operators.run(operators.hierarchical_cases(session, shapes), session, self.network_sms)
 
 
 KINDS: dict[str, type[Bench]] = {

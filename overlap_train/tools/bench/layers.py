@@ -4,15 +4,27 @@
 
 h and both output gradients are given: what a model computes between the two linears is not part of the figure.
 Gradients of x, w1, h and w2 are taken by autograd, the row linear's first, and returned in the dtype of the weights.
+
+Beside ours are Megatron-Core's linears, PyTorch's async-TP and TransformerEngine's linears:
+
+    te          NCCL, nothing overlapped
+    te_default  userbuffers as they come: gathers by ring exchange, the forward scatter in a pipeline, the backward's in bulk
+    te_ring     userbuffers with every scatter by ring exchange, too
+
+A process has one set of userbuffers, of one shape [s, hidden]. The set has a communicator for each product of a transformer, by
+name, and each can be told how to work. So one set has both configurations: linears called fc1 and fc2 run by default, qkv and
+proj by ring exchange.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -20,28 +32,177 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from ...group.registry import check as check_timeouts
 from ...group.registry import forget_graphs, graphed
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...select import table
-from ..measure.check import Reference
+from ..measure.check import Reference, check, product_reference, scatter_reference
+from ..measure.operands import gathered
 from ..measure.results import Row
 from ..measure.runs import Session, Settings
 from ..measure.shapes import Layer
 from ..measure.timing import Call, Timing
 from ..measure.world import World
-from . import te_linears, transformer_engine
+from . import transformer_engine
 from .async_tp import AsyncColumn, AsyncRow
-from .layer_data import (
-    Data,
-    Linear,
-    Maker,
-    Outcome,
-    check_linears,
-    check_outcome,
-    forward_backward,
-    references_of,
-    six_gemms_alone,
-)
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
+Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of the data
+NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Inputs, weights and output gradients of one layer on this rank; inputs and weights are leaves of autograd."""
+
+    x: torch.Tensor
+    w1: torch.nn.Parameter
+    dy: torch.Tensor
+    h: torch.Tensor
+    w2: torch.nn.Parameter
+    dz: torch.Tensor
+
+    @classmethod
+    def make(cls, layer: Layer, sequence: int, world: World, dtype: torch.dtype, seed: int) -> Data:
+        generator, shards = torch.Generator(world.device).manual_seed(1000 * seed + world.rank), world.size
+
+        def normal(rows: int, columns: int) -> torch.Tensor:
+            return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
+
+        n1, k2 = layer.column_n // shards, layer.row_k // shards
+        return cls(
+            normal(sequence // shards, layer.column_k).requires_grad_(),
+            torch.nn.Parameter(normal(n1, layer.column_k)),
+            normal(sequence, n1),
+            normal(sequence, k2).requires_grad_(),
+            torch.nn.Parameter(normal(layer.row_n, k2)),
+            normal(sequence // shards, layer.row_n),
+        )
+
+
+def forward_backward(column: Linear, row: Linear, data: Data) -> Call:
+    """The call that is timed; returns an Outcome."""
+    leaves, gradients = [data.x, data.w1, data.h, data.w2], [data.dy, data.dz]
+
+    def call(index: int) -> Outcome:
+        y, z = column(data.x), row(data.h)
+        # In this thread: training wakes autograd's own thread, which takes 0.3 ms, once a step and not once a layer.
+        with torch.autograd.set_multithreading_enabled(False):
+            return (y.detach(), z.detach(), *torch.autograd.grad([y, z], leaves, gradients))
+
+    return call
+
+
+def six_gemms_alone(data: Data, world: World) -> Call:
+    """The call of a layer's six GEMMs without communication, on data in place; z and dx are this rank's partial sums."""
+    whole_x, whole_dz = gathered(data.x.detach(), world), gathered(data.dz, world)
+
+    @torch.no_grad()
+    def call(index: int) -> Outcome:
+        y, z = whole_x @ data.w1.t(), data.h @ data.w2.t()
+        dh, dw2 = whole_dz @ data.w2, whole_dz.t() @ data.h
+        dx, dw1 = data.dy @ data.w1, data.dy.t() @ whole_x
+        return y, z, dx, dw1, dh, dw2
+
+    return call
+
+
+@torch.no_grad()
+def references_of(data: Data, world: World) -> dict[str, Reference]:
+    whole_x, whole_dz = gathered(data.x, world), gathered(data.dz, world)
+    return {
+        "y": product_reference(whole_x, data.w1.t()),
+        "z": scatter_reference(data.h, data.w2.t(), world.group),
+        "dx": scatter_reference(data.dy, data.w1, world.group),
+        "dw1": product_reference(data.dy.t(), whole_x),
+        "dh": product_reference(whole_dz, data.w2),
+        "dw2": product_reference(whole_dz.t(), data.h),
+    }
+
+
+def check_linears(name: str, make: Maker, data: Data, decoy: Data, references: dict[str, Reference]) -> None:
+    """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then check all results."""
+    other = forward_backward(*make(decoy), decoy)
+    for index in range(2):
+        other(index)
+    check_outcome(name, cast(Outcome, forward_backward(*make(data), data)(0)), references)
+
+
+def check_outcome(name: str, outcome: Outcome, references: dict[str, Reference]) -> None:
+    """Raises WrongResult."""
+    check_timeouts()
+    for result_name, result in zip(NAMES, outcome, strict=True):
+        check(f"{name}: {result_name}", result, references[result_name])
+
+
+Flags = dict[str, Any]
+USERBUFFERS = ("te_default", "te_ring")
+_ROW: Flags = {"ub_overlap_ag": True, "ub_overlap_rs": True}
+# What the column and the row linear are told; the order of USERBUFFERS
+_FLAGS: dict[str, tuple[Flags, Flags]] = {
+    "te_default": (
+        {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True, "ub_name": "fc1"},
+        {**_ROW, "ub_name": "fc2"},
+    ),
+    "te_ring": (
+        {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True, "ub_name": "qkv"},
+        {**_ROW, "ub_name": "proj"},
+    ),
+}
+
+
+@contextmanager
+def te_userbuffers(te: Any, layer: Layer, sequence: int, world: World, dtype: torch.dtype) -> Iterator[str | None]:
+    """Buffers for one layer, given back at the end; yields what went wrong, or None. Collective.
+
+    All GPUs must be idle before buffers go, and all ranks must have let go before others are made: peers map them.
+    """
+    problem = world.attempt(partial(_initialise, te, layer, sequence, world.size, dtype))
+    yield problem
+    gc.collect()  # whoever outlives the others would close the communicator of the next layer
+    _idle(world)
+    te.destroy_ub()
+    _idle(world)
+
+
+def _initialise(te: Any, layer: Layer, sequence: int, ranks: int, dtype: torch.dtype) -> None:
+    if layer.column_k != layer.row_n:
+        raise RuntimeError(
+            f"userbuffers have one shape, and this layer has {layer.column_k} and {layer.row_n} features"
+        )
+    ring = {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False, "num_splits": ranks}
+    te.initialize_ub(
+        [sequence, layer.column_k], ranks, quantization_modes=[te.UserBufferQuantizationMode.NONE], dtype=dtype,
+        ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)}, bootstrap_backend=dist.get_backend(),
+    )  # fmt: skip
+
+
+def _idle(world: World) -> None:
+    world.synchronize()
+    dist.barrier(world.group)
+    world.synchronize()
+
+
+def te_makers(te: Any, world: World, with_userbuffers: bool) -> dict[str, Maker]:
+    """What makes TransformerEngine's linears, by the names above."""
+    found: dict[str, Maker] = {"te": partial(_te_linears, te, world, ({}, {}))}
+    if with_userbuffers:
+        found |= {name: partial(_te_linears, te, world, _FLAGS[name]) for name in USERBUFFERS}
+    return found
+
+
+def _te_linears(te: Any, world: World, flags: tuple[Flags, Flags], data: Data) -> tuple[Linear, Linear]:
+    common: Flags = dict(
+        bias=False, sequence_parallel=True, tp_group=world.group, tp_size=world.size, params_dtype=data.w1.dtype,
+        device=world.device,
+    )  # fmt: skip
+    (n1, k1), (n2, k2) = data.w1.shape, data.w2.shape
+    column = te.Linear(k1, n1 * world.size, parallel_mode="column", **common, **flags[0])
+    row = te.Linear(k2 * world.size, n2, parallel_mode="row", **common, **flags[1])
+    column.weight, row.weight = data.w1, data.w2
+    return column, row
+
 
 AUTO, GRAPH, TUNED = "auto", "auto_graph", "tuned"
 BASELINES = ("megatron", "async_tp", "te")
@@ -116,10 +277,10 @@ def rows_of(layer: Layer, sequence: int, calls: Mapping[str, Call], session: Ses
 def with_te(te: Any, layer: Layer, sequence: int, calls: Mapping[str, Call], case: Checked) -> list[Row]:
     """The rows of all calls once more, with TransformerEngine's linears among them; saved instead of those of before."""
     session = case.session
-    with te_linears.userbuffers(te, layer, sequence, session.world, session.settings.dtype) as problem:
+    with te_userbuffers(te, layer, sequence, session.world, session.settings.dtype) as problem:
         if problem is not None:
             session.results.note(f"{case.title}: te_userbuffers: {problem}", failure=False)
-        baselines = case.calls(te_linears.makers(te, session.world, with_userbuffers=problem is None))
+        baselines = case.calls(te_makers(te, session.world, with_userbuffers=problem is None))
         rows = rows_of(layer, sequence, {**calls, **baselines}, session)
     session.results.revise(rows)
     return rows
@@ -198,9 +359,9 @@ def megatron(world: World, data: Data) -> tuple[Linear, Linear]:
 
 def row(layer: Layer, sequence: int, method: str, timings: Mapping[str, Timing], world: int) -> Row:
     """One line of layers.json; times in milliseconds of one forward and backward, host_us in microseconds."""
-    baselines = {name: timings[name].ms for name in (*BASELINES, *te_linears.USERBUFFERS) if name in timings}
+    baselines = {name: timings[name].ms for name in (*BASELINES, *USERBUFFERS) if name in timings}
     tuned = timings.get(TUNED)
-    userbuffers = [baselines[name] for name in te_linears.USERBUFFERS if name in baselines]
+    userbuffers = [baselines[name] for name in USERBUFFERS if name in baselines]
     return {
         "layer": layer.name, "world": world, "seq": sequence, "method": method, "ms": timings[method].ms,
         "tuned_ms": tuned and tuned.ms,

@@ -11,7 +11,7 @@ overlap-train bench plot runs/h200x4                                            
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from ...group.registry import shutdown
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ..measure.models import MODELS
 from ..measure.world import World
-from ..pictures.held_up import remarks
 from ..pictures.lanes import (
     KINDS,
     LANES,
@@ -40,8 +39,7 @@ from ..pictures.lanes import (
     unit_of,
 )
 from ..pictures.style import canvas, in_order, save
-from .attention_blocks import overlapped
-from .attention_data import Data
+from .attention import Data, overlapped
 
 METHODS = ("collective", "chunked", "fused", "direct")
 # M, features in, features out of the first and the second linear of the MLP; the block has as many tokens in all
@@ -166,7 +164,7 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
     lanes = stages_of(calls.values()) if "nodes" in recording["shape"] else LANES
-    height, header, unit = 0.55 + 0.25 * len(lanes), _header(recording, calls.values()), unit_of(calls.values())
+    height, header, unit = 0.55 + 0.25 * len(lanes), _header(recording), unit_of(calls.values())
     figure, grid = canvas(len(methods) * len(operators), len(operators), height, header, (*KINDS, "bound"), sharex=True)
     for line, method in zip(grid, methods, strict=True):
         for axes, operator in zip(line, operators, strict=True):
@@ -182,14 +180,13 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
     return save(figure, path)
 
 
-def _header(recording: dict[str, Any], calls: Iterable[Sequence[Span]]) -> tuple[str, ...]:
-    """The title; what was called; what the colours leave out; where hosts held a call up."""
+def _header(recording: dict[str, Any]) -> tuple[str, ...]:
+    """The title; what was called; what the colours leave out."""
     shape = recording["shape"]
     return (
         f"One forward call by each method, {shape['world']} x {recording['hardware']}",
         f"Shorter is better. {_sizes(shape)}, bf16.{WAITS if 'nodes' in shape else ''}",
         NOTE,
-        *remarks(calls, draws_waits="nodes" not in shape),
     )
 
 

@@ -1,6 +1,6 @@
 """TransformerEngine as a baseline, where it is importable. What goes wrong in it is a note, and it has a time limit.
 
-Ours are measured and saved first. Then all take turns once more, with it among them (te_linears.py, te_attention.py).
+Ours are measured and saved first. Then all take turns once more, with it among them (layers.py, attention.py).
 """
 
 from __future__ import annotations

@@ -14,11 +14,13 @@ from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
 from ...group.registry import domain_of
 from ...group.signals import Tag
+from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
 from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
+from ...select.method import NAMES, Method
 from .cases import Case
 from .check import Reference, check, product_reference, scatter_reference
 from .operands import Operands, make_operands
@@ -56,7 +58,10 @@ class Session:
         domain = domain_of(self.world.group, self.settings.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
         request = Request(
-            "a measurement", f"the largest shape, {max(received)} bytes", max(received), max(words, default=0)
+            "a measurement",
+            f"the largest shape, {max(received)} bytes",
+            slot_bytes=max(received),
+            flagged_bytes=max(words, default=0),
         )
         prepare(domain, request, None, "overlap_train.tools")
         return domain
@@ -150,3 +155,33 @@ def reference_of(case: Case, o: Operands, world: World) -> Reference:
     if case.kind == GEMM_A2A:
         return product_reference(o.whole, o.right.chunk(world.size, dim=1)[world.rank])
     return product_reference(o.whole, o.right)
+
+
+def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
+    """Raise ValueError if a method that was asked for cannot run on the device."""
+    if device.type == "cuda" or is_interpreted():
+        return
+    for method in asked:
+        if _has_kernels(method):
+            possible = ", ".join(name for name in NAMES if not _has_kernels(name))
+            raise ValueError(f"--methods: {method!r} is not one of {possible}, which run on CPU tensors; leave it out")
+
+
+def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
+    """Raise ValueError if the ranks are on several nodes and a method that was asked for stays inside one."""
+    inside = [method for method in asked if nodes > 1 and method in NAMES and not Method(method).crosses]
+    if inside:
+        raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
+
+
+def nodes_of(session: Session) -> int:
+    """How many nodes the ranks are on. Collective. Raises ValueError if they cannot share memory."""
+    found = domain_of(session.world.group, session.settings.config, session.world.device).nodes
+    if found.problem is not None:
+        raise ValueError(found.problem)
+    return found.topology.nodes
+
+
+def _has_kernels(method: str) -> bool:
+    """Whether a method runs kernels of ours. auto takes what can run."""
+    return method in NAMES and Method(method).kernels

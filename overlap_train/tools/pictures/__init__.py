@@ -1,4 +1,4 @@
-"""What all pictures share: colours and names of things, bars, lanes of time, and which machine they are of.
+"""The two kinds of picture: bars of a ratio (bars.py), and a time axis of GPU work (lanes.py), in one look (style.py).
 
 Benchmark and recipes draw with it.
 """

@@ -10,7 +10,8 @@ from typing import Any
 from .style import GRAPH, SMALL, canvas, look_of, save
 
 BAR = 0.21  # inches, with the gap to the next
-LONGEST_OF_THREE = 28  # characters of a title over one of three panels
+LINE = 0.17  # inches of each further line of a title
+LONGEST_OF_THREE = 28  # characters of a line of a title over one of three panels
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,9 @@ class Scale:
 def bars(panels: Mapping[str, Sequence[Bar]], header: tuple[str, ...], scale: Scale, path: Path) -> Path:
     """Panels of bars that lie, each with its number. A bar beyond the limit is broken: it ends there with a mark."""
     most, columns = max(len(some) for some in panels.values()), _columns(panels)
+    titles = max(title.count("\n") for title in panels)
     explained = (scale.line,) if has_bound(panels) else ()
-    figure, grid = canvas(len(panels), columns, BAR * most + 0.7, header, explained, sharex=True)
+    figure, grid = canvas(len(panels), columns, BAR * most + 0.7 + LINE * titles, header, explained, sharex=True)
     ends = [min(bar.value, scale.limit) for some in panels.values() for bar in some]
     bounds = [bar.bound for some in panels.values() for bar in some if bar.bound is not None]
     length, farthest = max(ends) - scale.start, max(bounds, default=scale.start) - scale.start
@@ -61,7 +63,9 @@ def bars(panels: Mapping[str, Sequence[Bar]], header: tuple[str, ...], scale: Sc
 
 def _columns(panels: Mapping[str, Sequence[Bar]]) -> int:
     """How many panels stand side by side: three, or two where each has names of its own, or a long title."""
-    fits = _named_alike(panels) and max(map(len, panels)) <= LONGEST_OF_THREE
+    fits = (
+        _named_alike(panels) and max(len(line) for title in panels for line in title.splitlines()) <= LONGEST_OF_THREE
+    )
     return min(len(panels), 3 if fits and len(panels) > 2 else 2)
 
 

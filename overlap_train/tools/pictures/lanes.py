@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .style import SMALL, look_of, outline, plain
+from .style import SMALL, look_of, outline
 
 Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind where it is known
 Interval = tuple[float, float]  # start and end
@@ -18,7 +18,6 @@ COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
 WAITS = " Waits are not drawn, but count as exposed."  # where lanes are STAGES
 KINDS = ("gemm", "compute", "hidden", "exposed", "inside")  # what a legend explains
 STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels that may store at the peers
-CHOOSING = ("auto", "overlap", "te_overlap")  # may have taken `direct`, whose kernels are called as those of `fused`
 LONG = 5000.0  # microseconds: where a call takes longer, its picture is in milliseconds
 NOTE = "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM."
 
@@ -71,13 +70,9 @@ def perfect(spans: Sequence[Span]) -> float:
 
 
 def stored_inside(spans: Sequence[Span], method: str) -> list[Interval]:
-    """Kernels of operators inside one node that store at the peers themselves: all of `direct`, none of the other methods. What
-    `auto` took is not recorded: there those beside which nothing is sent."""
+    """Kernels of operators inside one node that store at the peers themselves: all of `direct`, none of the other methods."""
     own = [(span["start"], span["end"]) for span in spans if any(name in span["name"] for name in STORING)]
-    if plain(method) in CHOOSING:
-        sent = union(spans, COMMUNICATION)
-        return [kernel for kernel in own if not common([kernel], sent)]
-    return own if plain(method) == "direct" else []
+    return own if method == "direct" else []
 
 
 def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
@@ -165,10 +160,6 @@ def draw_lanes(
             bars = [(start, end - start) for start, end in parts[name]]
             axes.broken_barh(bars, (height, 0.8), color=look_of(name).colour, linewidth=0.4)
     axes.broken_barh([(start, end - start) for start, end in inside], (0.06, 0.68), **outline())
-    if [end - start > 0.8 * length for start, end in inside] == [True]:
-        place = {"ha": "center", "va": "center", "fontsize": SMALL, "zorder": 4}
-        blank = {"facecolor": "white", "linewidth": 0, "pad": 1}
-        axes.text(sum(inside[0]) / 2, 0.4, "inside the kernel: stores to peers", bbox=blank, **place)
     part = unit.shown(sum(end - start for start, end in bare))
     axes.set_title(f"{title} {unit.shown(length)} {unit.sign}, {part} exposed", fontsize=SMALL)
     axes.set_ylim(-0.1, len(lanes) - 0.1)

@@ -25,52 +25,49 @@ SETTINGS: Any = {
 }  # fmt: skip
 
 PERFECT = "perfect overlap"  # the name of the bound in every picture, drawn in black
-BOUND = "|"  # the marker of what times are held against
+BOUNDS = ("bound", "alone", "no_exchange")  # lines that bars are held against
 GRAPH = "_graph"  # ends the name of what runs as a CUDA graph
 AGAIN = " again"  # ends the name of what was trained a second time
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a thing is named and drawn. The marker, and the dash of a line, tell apart what a colour-blind reader or a grey print
-    does not."""
+    """How a thing is named and drawn."""
 
     label: str
     colour: str
-    marker: str = ""
-    dash: str = "-"
 
 
 # In the order of every picture: baselines first, ours last, the default last of all.
 # Okabe and Ito's colours, Tol's wine, olive and sand, brown, greys: told apart by readers with the usual colour blindnesses
 LOOKS = {
-    "sequence": Look("NCCL + cuBLAS", "#999999", "h"),
-    "megatron": Look("Megatron-Core", "#444444", "P"),
-    "async_tp": Look("async-TP", "#999933", "X"),
-    "by_nodes": Look("NCCL node by node + cuBLAS", "#8C564B", "d"),
-    "three_gemms": Look("three GEMMs, asynchronous", "#56B4E9", "p", "--"),
-    "data_parallel": Look("data parallel, CP 1", "#332288", "d"),
-    "nccl": Look("NCCL, then cuBLAS", "#777777", "H"),
-    "te": Look("TransformerEngine", "#AA4466", "p"),
-    "te_userbuffers": Look("TE userbuffers", "#DDCC77", "*"),
-    "te_userbuffers_ring": Look("TE userbuffers, ring", "#661100", "<"),
-    "te_overlap": Look("overlap_train on TE", "#44AA99", ">"),
-    "collective": Look("collective", "#882255", "v"),
-    "chunked": Look("chunked", "#CC79A7", "^"),
-    "fused": Look("fused", "#009E73", "s"),
-    "direct": Look("direct", "#E69F00", "D"),
-    "low_latency": Look("low_latency", "#AA4499", "8"),
-    "tuned": Look("auto, tuned", "#004488"),  # beside `auto` without measurements
-    "auto": Look("auto", "#0072B2", "o"),
-    "overlap": Look("overlap_train", "#0072B2", "o"),  # what `auto` is called beside other programs
+    "sequence": Look("NCCL + cuBLAS", "#999999"),
+    "megatron": Look("Megatron-Core", "#444444"),
+    "async_tp": Look("async-TP", "#999933"),
+    "by_nodes": Look("NCCL node by node + cuBLAS", "#8C564B"),
+    "three_gemms": Look("three GEMMs, asynchronous", "#56B4E9"),
+    "data_parallel": Look("data parallel, CP 1", "#332288"),
+    "nccl": Look("NCCL, then cuBLAS", "#777777"),
+    "te": Look("TransformerEngine", "#AA4466"),
+    "te_userbuffers": Look("TE userbuffers", "#DDCC77"),
+    "te_userbuffers_ring": Look("TE userbuffers, ring", "#661100"),
+    "te_overlap": Look("overlap_train on TE", "#44AA99"),
+    "collective": Look("collective", "#882255"),
+    "chunked": Look("chunked", "#CC79A7"),
+    "fused": Look("fused", "#009E73"),
+    "direct": Look("direct", "#E69F00"),
+    "low_latency": Look("low_latency", "#AA4499"),
+    "tuned": Look("overlap_train, tuned", "#004488"),
+    "auto": Look("overlap_train", "#0072B2"),
+    "overlap": Look("overlap_train", "#0072B2"),  # `auto` among the variants of training
     "gemm": Look("GEMM", "#53687E"),
     "compute": Look("other kernels", "#CBD3DB"),
     "hidden": Look("communication, hidden", "#88CCEE"),
     "exposed": Look("communication, exposed", "#D55E00"),
     "inside": Look("inside the GEMM kernel: stores to peers", "#88CCEE"),
-    "bound": Look(PERFECT, "black", BOUND),
-    "alone": Look("GEMMs alone", "black", BOUND),
-    "no_exchange": Look("without exchanges", "black", BOUND),
+    "bound": Look(PERFECT, "black"),
+    "alone": Look("GEMMs alone", "black"),
+    "no_exchange": Look("without exchanges", "black"),
 }
 
 
@@ -114,7 +111,6 @@ def canvas(
     row_height: float,
     header: tuple[str, ...],
     names: tuple[str, ...] = (),
-    line: Any = "",
     **subplots: Any,
 ) -> tuple[Any, Any]:
     """A figure and its grid of `count` panels, under a title, lines that say what is better, and a legend.
@@ -123,7 +119,6 @@ def canvas(
         row_height: of a row of panels, in inches.
         header: the title, then one line each.
         names: what the legend explains, as look_of knows it.
-        line: how lines are drawn, where things are lines.
         subplots: passed on to matplotlib's function of this name.
     """
     pyplot = load()
@@ -141,7 +136,7 @@ def canvas(
         figure.text(0.01, 1 - (0.08 + number * HEADER_LINE) / height, words, va="top", **style)
     if names:
         place = (0.01, 1 - (0.1 + len(header) * HEADER_LINE) / height)
-        handles = [_handle(name, line) for name in names]
+        handles = [_handle(name) for name in names]
         figure.legend(handles=handles, bbox_to_anchor=place, ncols=legend_columns, **LEGEND)
     return figure, grid
 
@@ -157,23 +152,16 @@ def _columns(names: tuple[str, ...]) -> int:
     return 1
 
 
-def _handle(name: str, line: Any) -> Any:
+def _handle(name: str) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     look = look_of(name)
-    if not look.marker:
-        return Patch(label=look.label, **(outline() if name == "inside" else {"color": look.colour}))
-    style: dict[str, Any] = {**marks(name), "markersize": 7, "linewidth": 1.5}
-    if look.marker == BOUND:
-        style = {"linewidth": 2.5} if line else {"marker": look.marker, "markersize": 13, "markeredgewidth": 2.5}
-    dash: Any = line and look.dash
-    return Line2D([], [], linestyle=dash, color=look.colour, label=look.label, **style)
-
-
-def marks(name: str) -> dict[str, Any]:
-    """The markers on a line; those of a CUDA graph are hollow."""
-    return {"marker": look_of(name).marker} | ({"markerfacecolor": "white"} if GRAPH in name else {})
+    if name in BOUNDS:
+        return Line2D(
+            [], [], linestyle="", marker="|", color=look.colour, label=look.label, markersize=13, markeredgewidth=2.5
+        )
+    return Patch(label=look.label, **(outline() if name == "inside" else {"color": look.colour}))
 
 
 def outline() -> dict[str, Any]:

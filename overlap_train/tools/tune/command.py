@@ -20,10 +20,9 @@ from ...select.method import NAMES
 from ...select.table import LEFT_OUT, Key, Winner, key_of, save
 from ..measure import world
 from ..measure.cases import Case
-from ..measure.methods import nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from ..measure.models import MODELS
 from ..measure.results import Columns, Results, Row, plain, screen
-from ..measure.runs import Session, Settings
+from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from .candidates import Sizes, model_cases, one_a_bucket, tune_case, ulysses_cases, weight_cases
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
