@@ -20,7 +20,7 @@ train: ## train a small Megatron-Core GPT with overlapped linears (TRAIN_ARGS="-
 
 test: ## the tests that need no GPU, except test-recipes, test-launch and test-nodes (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
-	$(pytest) $(in_pairs) tests/megatron tests/protocol tests/unit $(TEST_ARGS)
+	$(pytest) $(in_pairs) tests/golden tests/megatron tests/protocol tests/unit $(TEST_ARGS)
 
 test-recipes: ## the recipes: training, checkpoints, published models, pipeline stages, compare_mfu, on CPU processes
 	$(bootstrap) main

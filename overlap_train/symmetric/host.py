@@ -25,13 +25,14 @@ class Offer:
     touched."""
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._descriptor, error = nbytes, -1, None
+        self._nbytes, self._descriptor, machine, error = nbytes, -1, "", None
         try:
+            machine = _machine()
             self._descriptor = os.memfd_create("overlap_train")
             os.ftruncate(self._descriptor, nbytes)
         except OSError as failure:
             error = f"memfd of {nbytes} bytes: {failure}"
-        self.told: Place = (os.getpid(), self._descriptor, _machine(), error)
+        self.told: Place = (os.getpid(), self._descriptor, machine, error)
 
     def open(self, agreement: Agreement, all_told: list[Place], ranks: Iterable[int]) -> list[torch.Tensor]:
         """The memory of these ranks. Collective. all_told: of each rank.

@@ -70,7 +70,8 @@ def _many_lengths(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_a_bounded_number_of_shapes_is_remembered() -> None:
-    assert values(run_ranks(2, _many_lengths)) == [(4, 4)] * 2
+    for plans, calls in values(run_ranks(2, _many_lengths)):
+        assert plans <= 4 and calls <= 4
 
 
 def _absent(rank: int, world: int, how: str) -> tuple[str, float]:

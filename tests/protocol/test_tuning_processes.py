@@ -170,9 +170,9 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
     done: list[str] = []
 
     class Gathering(ChunkedGather):
-        def start(self) -> None:
+        def __init__(self, *arguments: Any) -> None:
             done.append("x is sent")
-            super().start()
+            super().__init__(*arguments)
 
         def keep_own(self, beside: EnginePlan) -> None:
             done.append(f"x is kept beside the {beside.kind}")
@@ -183,9 +183,9 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
             return super().gathered_view()
 
     class Scattering(ChunkedScatter):
-        def start(self) -> None:
+        def __init__(self, *arguments: Any) -> None:
             done.append("dx is multiplied and sent")
-            super().start()
+            super().__init__(*arguments)
 
         def finish(self) -> torch.Tensor:
             done.append("dx is waited for")
