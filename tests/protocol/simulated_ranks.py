@@ -152,6 +152,7 @@ class SimulatedDomain:
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.tags: list[Any] = []
         self.fault = core("group.signals").FaultRecord(self.device, rank, simulation.timeout_s)
+        self.fault.held = self.tags
         self.heap, self.layout = heap, layout
         self.engine = simulation.engine(scheduler, rank)
         waits = core("group.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)

@@ -53,8 +53,8 @@ def test_capturing_leaves_the_use_of_slots_as_it_was() -> None:
             mock.patch.object(core("group.registry"), "made_domain", return_value=domain),
             core("group.registry").graphed(None),
         ):
-            free.append(("inside", domain.workspace.use.free()))
-        free.append(("behind", domain.workspace.use.free()))
+            free.append(("inside", [*domain.workspace.use.free]))
+        free.append(("behind", [*domain.workspace.use.free]))
 
     assert_passes(gathers("chunked", Simulation(2), calls=1, before=capture), range(1))
     assert sorted(free) == [("behind", [1, 2])] * 2 + [("inside", [0, 1, 2])] * 2
