@@ -429,7 +429,7 @@ def wrong_calls(machine: NodeSimulation, op_of: Callable[[int], str]) -> tuple[B
             faults[domain.rank] = domain.fault
             x = integers(TILE, TILE, seed=1)
             plan, tag = domain.plan("chunked", x, x), tag_of(op_of(domain.rank))
-            with domain.operator(tag_of("call"), slots=1):
+            with domain.operator(tag, slots=1):
                 core("ops.table").start_gather(domain, plan.fprop, tag, x).matmul(x)
 
         machine.spawn_hosts(scheduler, host)
