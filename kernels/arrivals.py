@@ -4,7 +4,7 @@ A kernel that waited for the network would hold its SMs meanwhile. NCCL's kernel
 gradients at the same time, may have taken the SMs that products spare for the network: then ranks would wait for each other in a
 circle. So the stream waits, then count_arrivals_kernel counts the chunks that are here, in their order (order.py), and the
 product's kernel takes the tiles of these and ends. The next launch goes on after the next wait, because tiles are claimed from
-the same counter (operators/fused_node_streams.py). For chunks of its own node a kernel waits: copies bring them, without SMs.
+the same counter (nodes/ops.py). For chunks of its own node a kernel waits: copies bring them, without SMs.
 
 All CTAs of a launch take what was counted before it. If each looked for itself, a CTA that started late would see more chunks,
 and multiply them alone while the others have left. The last launch takes all: if a wait has given up, its own waits write NaN.

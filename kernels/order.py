@@ -1,4 +1,4 @@
-"""Whose chunk comes next: the orders of planning/schedule/order.py as kernels work them out, each rank from its own number.
+"""Whose chunk comes next: the orders of schedule/order.py as kernels work them out, each rank from its own number.
 
 LOCAL: ranks of a node, numbered node by node; WORLD in a group inside one node.
 """

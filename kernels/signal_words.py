@@ -3,7 +3,7 @@
 # A slot has this many signals per source rank; a call that uses fewer chunks leaves the rest alone.
 MAX_CHUNKS = 8
 
-# A signal is one int64: the epoch in the upper half, the fingerprint of the call in the lower half (protocol/tags.py).
+# A signal is one int64: the epoch in the upper half, the fingerprint of the call in the lower half (group/signals.py).
 EPOCH_SHIFT = 32
 
 # Counters of one product, in this order (slot.py, Counters): CTAs that have exited, tiles and pieces that were claimed, chunks

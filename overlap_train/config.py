@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from types import UnionType
 from typing import Any
 
-SLOTS = ("qkv", "proj", "fc1", "fc2", "output")  # of linears; those of memory are protocol/slot.py's
+SLOTS = ("qkv", "proj", "fc1", "fc2", "output")  # of linears; those of memory are group/slots.py's
 METHODS = ("auto", "fused", "direct", "low_latency", "chunked", "collective")
 _LEAST_CALLS = 2 * (len(METHODS) - 1)
 MOST_CTAS = 32  # of one of NCCL's communicators; a sum between nodes may be given no more either

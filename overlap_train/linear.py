@@ -15,7 +15,7 @@ Forward and backward share two engines, crossed: the dgrad of one operator is th
                                                                                          runs under the end of the RS
     linear_reduce_scatter    forward  GEMM + RS           dgrad  AG(dy) + GEMM    wgrad  with the dy just gathered
 
-operators/column_row.py has these passes, planning/spec.py a row for each operator, planning/plan.py what a plan decides.
+The passes are here; ops/spec.py has a row for each operator, ops/plan.py what a plan decides.
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.
 """

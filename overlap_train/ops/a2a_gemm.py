@@ -2,7 +2,7 @@
 
 Each rank sends the d-th block of rows of x_shard_k [M, K/W] to rank d, from the caller's tensor, where blocks may lie apart. Of
 what it receives, block s holds rank s's columns of its own rows. The GEMM walks the blocks in the order in which they arrive, its
-own first, in one fp32 accumulator (planning/schedule/ has the orders).
+own first, in one fp32 accumulator (schedule/ has the orders).
 """
 
 from __future__ import annotations

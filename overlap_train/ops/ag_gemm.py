@@ -2,7 +2,7 @@
 
 Each rank sends its shard from the caller's tensor into every peer's slot, with a signal after each chunk: by the copy engine, or
 (direct) by stores of the GEMM's own kernel. The GEMM walks the shards in the order in which they arrive, its own first, and waits
-for each (planning/schedule/ has the orders).
+for each (schedule/ has the orders).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GEMM + ReduceScatter: y_shard_m [M/W, N] = this rank's rows of the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N].
 
-The GEMM computes the peers' rows first and its own last (planning/schedule/ has the order). A destination's rows leave as
+The GEMM computes the peers' rows first and its own last (schedule/ has the order). A destination's rows leave as
 soon as they are complete. The own rows then add the partials that have arrived, in fp32 and in a fixed order: the same bits on
 every run. The last tiles of a persistent kernel do that, or a kernel of its own in `finish` (chunked, and fused with
 `Variant.split_reduction`).

@@ -67,7 +67,7 @@ class Method:
 
     @property
     def few_rows(self) -> bool:
-        """It serves short gathers and scatters of tensor parallelism only (planning/low_latency.py)."""
+        """It serves short gathers and scatters of tensor parallelism only (select/low_latency.py)."""
         return self.name == "low_latency"
 
     @property

@@ -1,6 +1,6 @@
 """How many SMs communication between nodes of GPUs may hold.
 
-One rule for groups, which measure what they need (runtime/across_nodes.py), and for estimates, which reckon with all (cost.py).
+One rule for groups, which measure what they need (nodes/connect.py), and for estimates, which reckon with all (cost.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The backward of to_rows under tensor parallelism, turn by turn (two_groups.py).
 
 Turn i has one all-to-all. It carries dx of part i - 1, and x of part i if x is sent again. Meanwhile the product for dx of part i
 runs. The product for dw reads x when it has come. With an all-to-all of its own, x would have to come before the product: until
-then a rank does not know that the third slot is free (protocol/slot_use.py).
+then a rank does not know that the third slot is free (group/workspace.py).
 
     turn    0              1              2              3 (of three parts)
             [x 0 ]         [dx 0, x 1]    [dx 1, x 2]    [dx 2]

@@ -60,7 +60,7 @@ from .rows import Rows, RowsBackward
 class ShardedPart(Part):
     """A Part under tensor parallelism: positions of every TP rank's shard. product: the planned operator of the TP group.
 
-    Its products are those of operators/column_row.py; they leave the SMs that an exchange across nodes holds beside them.
+    Its products are those of linear.py; they leave the SMs that an exchange across nodes holds beside them.
     """
 
     product: PlannedOp
