@@ -8,6 +8,7 @@ memory that the call allocated: a push that is still under way by then sends NaN
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def gathers(
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t()).fprop
-        gather = core("ops.table").start_gather(domain, plan, tag_of("gather"), own)
+        gather = core("ops.table").start_gather(domain, plan, planned_tag(domain, "gather"), own)
         if again:
             gather.matmul(mine * 2)
         return gather.gathered_view() @ mine if complete else gather.matmul(mine)
@@ -65,7 +66,7 @@ def scatters(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         variant = core("select.method").Method("fused", split_reduction=split_reduction)
         plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
-        return core("ops.table").start_scatter(domain, plan, tag_of("scatter"), own, mine).finish()
+        return core("ops.table").start_scatter(domain, plan, planned_tag(domain, "scatter"), own, mine).finish()
 
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)), before)
 
@@ -90,7 +91,7 @@ def to_heads(
         plan = domain.plan(method, own, mine.t(), "LINEAR_ALL_TO_ALL").fprop
         start = core("ops.table").start_gemm_all_to_all
         into = own.new_empty(world, rows, columns) if in_place else None
-        return start(domain, plan, tag_of("to_heads"), own, mine, into).received().flatten(0, 1).clone()
+        return start(domain, plan, planned_tag(domain, "to_heads"), own, mine, into).received().flatten(0, 1).clone()
 
     sent = (a @ b).unflatten(3, (world, columns))  # [calls, from, rows, to, columns]
     return _calls(machine, run, a, b, sent.permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), before)
@@ -123,7 +124,7 @@ def to_rows(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "ALL_TO_ALL_LINEAR").fprop
         sent = own.unflatten(0, (world, -1))
-        receiver = core("ops.table").start_all_to_all_gemm(domain, plan, tag_of("to_rows"), sent)
+        receiver = core("ops.table").start_all_to_all_gemm(domain, plan, planned_tag(domain, "to_rows"), sent)
         if complete:
             return receiver.received_view().transpose(0, 1).flatten(1) @ mine
         y = receiver.matmul(mine, own.new_empty(TILE, columns))
@@ -170,9 +171,16 @@ def _calls(
     return build
 
 
+@cache
 def tag_of(op: str, what: str = "") -> Any:
-    """How ranks know the call `op`."""
+    """How ranks know the call `op`. It is kept, as plans keep theirs: errors name what is still there."""
     return core("group.signals").Tag(op, what)
+
+
+def planned_tag(domain: SimulatedDomain, op: str) -> Any:
+    """`tag_of` a call that errors of the domain can name, as they can every call that ranks have planned."""
+    domain.fault.register(tag_of(op))
+    return tag_of(op)
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:

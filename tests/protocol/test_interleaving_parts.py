@@ -99,18 +99,19 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
 
 def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of rank 0, in its first pass."""
-    engines, order = core("ops.table"), []
-    engine = engines.ALL_TO_ALL_GEMMS[method]
+    order: list[str] = []
+    engine = core("ops.table").IN_NODE[core("schedule.order").A2A_GEMM][method]
 
     def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(receiver: Any, *args: Any) -> Any:
+            result = plain(receiver, *args)
             if receiver._domain.rank == 0:
                 order.append(what)
-            return plain(receiver, *args)
+            return result
 
         return call
 
-    for name, what in (("start", "sent"), ("matmul", "multiplied")):
+    for name, what in (("__init__", "sent"), ("matmul", "multiplied")):
         monkeypatch.setattr(engine, name, noted(what, getattr(engine, name)))
     assert_passes(passes(method, Simulation(2)), range(1))
     return order[: 2 * PARTS]

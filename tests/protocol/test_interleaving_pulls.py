@@ -5,7 +5,6 @@ from."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
 def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> list[str]:
     """What rank 0 does in its first pass: products that begin, of parts that are pulled or not, and operators that end."""
     order: list[str] = []
-    step, bracket = core("ulysses.ahead").ProductStep, core("group.domain").Operator
+    step, bracket = core("ulysses.parts").ProductStep, core("group.domain").OperatorScope
 
     def domain_of(noted: Any) -> Any:
         return noted.domain if isinstance(noted, step) else noted._domain
@@ -154,9 +153,11 @@ def test_which_parts_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last, where copies send and what arrives has its place."""
     assert [part for part in _order("chunked", monkeypatch) if part != "end"] == ["pulled"] * (PARTS - 1) + ["pushed"]
     assert _order("direct", monkeypatch) == _order("chunked", monkeypatch, Taken) == ["pushed", "end"] * PARTS
-    two = SimpleNamespace(world_size=2, rank=0, topology=core("schedule.order").Topology(1, 2, 0))
-    plan = SimulatedDomain.plan(two, "fused", torch.empty(TILE, TILE), torch.empty(2 * TILE, TILE), "LINEAR_ALL_TO_ALL")  # type: ignore[arg-type]
-    assert plan.fprop.may_pull and not replace(plan.fprop, nodes=2).may_pull
+    plan_of: Any = SimulatedDomain.plan
+    for nodes in (1, 2):
+        group = SimpleNamespace(world_size=2, rank=0, topology=core("schedule.order").Topology(nodes, 2 // nodes, 0))
+        plan = plan_of(group, "fused", torch.empty(TILE, TILE), torch.empty(2 * TILE, TILE), "LINEAR_ALL_TO_ALL")
+        assert plan.fprop.may_pull == (nodes == 1)
 
 
 def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
