@@ -4,7 +4,7 @@ Loaded by group/span.py for the first group that spans nodes; ops/plan.py asks f
 """
 
 from ..ops.table import register
-from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ..schedule.kinds import Kind
 from . import ops
 from .connect import SeveralNodes
 
@@ -13,9 +13,9 @@ __all__ = ["SeveralNodes"]
 register(
     SeveralNodes.reach,
     {
-        GATHER: {"chunked": ops.InterNodeAllGatherGemm, "fused": ops.FusedInterNodeAllGatherGemm},
-        SCATTER: {"chunked": ops.InterNodeGemmReduceScatter, "fused": ops.FusedInterNodeGemmReduceScatter},
-        GEMM_A2A: {"chunked": ops.InterNodeGemmAllToAll, "fused": ops.FusedInterNodeGemmAllToAll},
-        A2A_GEMM: {"chunked": ops.InterNodeAllToAllGemm, "fused": ops.FusedInterNodeAllToAllGemm},
+        Kind.GATHER: {"chunked": ops.InterNodeAllGatherGemm, "fused": ops.FusedInterNodeAllGatherGemm},
+        Kind.SCATTER: {"chunked": ops.InterNodeGemmReduceScatter, "fused": ops.FusedInterNodeGemmReduceScatter},
+        Kind.GEMM_A2A: {"chunked": ops.InterNodeGemmAllToAll, "fused": ops.FusedInterNodeGemmAllToAll},
+        Kind.A2A_GEMM: {"chunked": ops.InterNodeAllToAllGemm, "fused": ops.FusedInterNodeAllToAllGemm},
     },
 )

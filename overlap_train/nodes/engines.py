@@ -32,7 +32,8 @@ from ..group.copy_engine import AT_LEAST, CopyEngine, Route, StreamCopyEngine
 from ..group.signals import FaultRecord
 from ..ops.launch import aligned
 from ..schedule.inter_node import SendRecv, send_recvs
-from ..schedule.order import GATHER, Topology
+from ..schedule.kinds import Kind
+from ..schedule.order import Topology
 from ..schedule.transfers import Legs
 from .slots import NodeCall
 
@@ -258,7 +259,7 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     def barrier(self, call: NodeCall, topology: Topology) -> None:
         """And let their words arrive."""
         nothing = call.blocks.flatten()[:0]
-        turns = send_recvs(GATHER, topology, chunks=1)
+        turns = send_recvs(Kind.GATHER, topology, chunks=1)
         self.send_after_this()
         exchanges = [self.start_exchange(call, turn, nothing) for turn in turns]
         for turn, exchange in zip(turns, exchanges, strict=True):

@@ -17,7 +17,8 @@ from typing import TypeAlias
 import torch
 
 from ..schedule.inter_node import send_recvs
-from ..schedule.order import GATHER, Topology
+from ..schedule.kinds import Kind
+from ..schedule.order import Topology
 from ..select.sm_budget import SmBudget, node_sum_gbs
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from .engines import Piece, grid_of
@@ -118,7 +119,7 @@ def _gbs(topology: Topology, device: torch.device, network: NcclTransport) -> fl
         Piece(torch.zeros(_NBYTES, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device))
         for _ in range(2)
     )
-    first = send_recvs(GATHER, topology, chunks=1)[0]
+    first = send_recvs(Kind.GATHER, topology, chunks=1)[0]
 
     def exchange() -> None:
         network.exchange(first, sent, received).arrive()

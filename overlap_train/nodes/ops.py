@@ -50,7 +50,8 @@ from ..ops.gemm_a2a import ChunkedGemmAllToAll, FusedGemmAllToAll, new_blocks
 from ..ops.gemm_rs import ChunkedScatter
 from ..ops.launch import GatherOperands, ScatterOperands
 from ..schedule.inter_node import SendRecv
-from ..schedule.order import A2A_GEMM, chunks_after_own, chunks_by_rows, multiplied_together
+from ..schedule.kinds import Kind
+from ..schedule.order import chunks_after_own, chunks_by_rows, multiplied_together
 from ..schedule.transfers import Leg, Legs
 from .engines import InterNodeEngine
 from .exchanges import OperandExchanges, ResultExchanges, Sent
@@ -93,12 +94,12 @@ class _SendsOperand:
         return replace(operands, leaves=True)
 
 
-def _count_launch(domain: OverlapDomain, call: NodeCall, kind: str) -> Launch:
+def _count_launch(domain: OverlapDomain, call: NodeCall, kind: Kind) -> Launch:
     from ..kernels.arrivals import count_arrivals_kernel
 
     slot, constants = call.slot, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks)
     arguments = dict(here_ptr=slot.counters.here, signals_ptr=slot.signals, epoch_ptr=slot.epoch, rank=domain.rank)
-    return Launch(count_arrivals_kernel, (1,), arguments, constants | dict(EXCHANGE=kind == A2A_GEMM, num_warps=1))
+    return Launch(count_arrivals_kernel, (1,), arguments, constants | dict(EXCHANGE=kind.sums_blocks, num_warps=1))
 
 
 class InterNodeAllGatherGemm(_SendsOperand, ChunkedGather):

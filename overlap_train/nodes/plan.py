@@ -10,7 +10,8 @@ import torch
 from ..config import OverlapConfig, flag_name
 from ..ops.plan import EnginePlan, Planner
 from ..schedule.inter_node import SendRecv, legs, send_recvs
-from ..schedule.order import A2A_GEMM, SCATTER, Topology
+from ..schedule.kinds import Kind
+from ..schedule.order import Topology
 from ..schedule.transfers import Legs
 from ..select.choose import Choice
 from ..select.method import CHUNK_COUNTS, Method
@@ -59,7 +60,7 @@ class InterNodePlan(EnginePlan):
 class InterNodePlanner(Planner):
     """The Planner of groups that span nodes."""
 
-    def legs(self, kind: str, chunks: int, tiled: bool) -> Legs:
+    def legs(self, kind: Kind, chunks: int, tiled: bool) -> Legs:
         return legs(kind, self.topology, chunks, tiled)
 
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> InterNodePlan:
@@ -69,7 +70,7 @@ class InterNodePlanner(Planner):
         if device.type != "cuda":
             return found
         config, is_nccl = self.config, plan.method == "collective"
-        adds = plan.kind == SCATTER and topology.local > 1 and not is_nccl
+        adds = plan.kind.reduces and topology.local > 1 and not is_nccl
         return replace(
             found,
             # The products of `collective` run before or after its NCCL, or beside a communicator whose SMs are not known here.
@@ -78,7 +79,7 @@ class InterNodePlanner(Planner):
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
             wait_sms=int(Method(plan.method).multiplies),
-            together=blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind == A2A_GEMM else 1,
+            together=blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
             by_rows=plan.method == "chunked" and pays_by_rows(plan.kind, topology, plan.chunks),
         )
 
@@ -108,11 +109,11 @@ class InterNodePlanner(Planner):
         )
 
 
-def pays_by_rows(kind: str, topology: Topology, chunks: int) -> bool:
+def pays_by_rows(kind: Kind, topology: Topology, chunks: int) -> bool:
     """Whether A2A + GEMM by the library multiplies both ranks' terms of some rows at once, and not rank by rank with the sum in
     fp32.
 
     Between two H200 as two nodes that took 0.97 to 0.99 of the time of `fused`; rank by rank 1.06. With four chunks it takes as
     long, or longer. With more ranks a chunk waits for several exchanges: 7 and 15 % longer between 3 and 4 nodes of one.
     """
-    return kind == A2A_GEMM and topology.nodes == topology.world == 2 and chunks == CHUNK_COUNTS[-1]
+    return kind.sums_blocks and topology.nodes == topology.world == 2 and chunks == CHUNK_COUNTS[-1]

@@ -15,7 +15,7 @@ import torch
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.slots import Call
-from ..schedule.order import A2A_GEMM, GEMM_A2A, units_in_run
+from ..schedule.order import units_in_run
 from ..select.tiling import HOPPER, HOPPER_TILE
 from .plan import MOST_DIRECT_PEERS, EnginePlan
 
@@ -119,7 +119,7 @@ def receiving_arguments(domain: OverlapDomain, call: Call, operands: GatherOpera
 
 def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
     """Which form of the kernel that multiplies and sends a plan takes. direct: it stores at the peers itself."""
-    exchange = plan.kind == GEMM_A2A
+    exchange = plan.kind.splits_columns
     return dict(DIRECT=direct, REDUCE=not exchange and not plan.reduces_later, EXCHANGE=exchange)
 
 
@@ -146,7 +146,7 @@ def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, op
     operands = readable(plan, operands)
     own, b_kn, y = operands.own, operands.b_kn, operands.y
     own_at = own.data_ptr()
-    block = own[domain.rank] if plan.kind == A2A_GEMM else own
+    block = own[domain.rank] if plan.kind.sums_blocks else own
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
     how = (plan.kernels, operands.sends, operands.leaves)
@@ -239,7 +239,7 @@ def _gather_launch(
     own, b, y, tag. block: own [M/W, K] in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
     own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
     (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
-    exchange = plan.kind == A2A_GEMM
+    exchange = plan.kind.sums_blocks
     blocks = 1 if exchange else domain.world_size  # of rows of y
     received = "received" if exchange else "gathered"
     arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k)
@@ -320,7 +320,7 @@ def _hopper_kernel(plan: EnginePlan) -> Any:
 
     if not plan.receives:
         return hopper_gemm_reduce_scatter.hopper_gemm_reduce_scatter_kernel
-    if plan.kind == A2A_GEMM:
+    if plan.kind.sums_blocks:
         return hopper_all_to_all_gemm.hopper_all_to_all_gemm_kernel
     return hopper_all_gather_gemm.hopper_all_gather_gemm_kernel
 
@@ -330,7 +330,7 @@ def _portable_kernel(plan: EnginePlan) -> Any:
 
     if not plan.receives:
         return gemm_reduce_scatter.gemm_reduce_scatter_kernel
-    return all_to_all_gemm.all_to_all_gemm_kernel if plan.kind == A2A_GEMM else all_gather_gemm.all_gather_gemm_kernel
+    return all_to_all_gemm.all_to_all_gemm_kernel if plan.kind.sums_blocks else all_gather_gemm.all_gather_gemm_kernel
 
 
 def _places(domain: OverlapDomain, call: Call, staging: torch.Tensor | None, unused: Any) -> dict[str, Any]:

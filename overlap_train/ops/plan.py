@@ -11,12 +11,13 @@ import torch
 
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
-from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER, Topology, sources
+from ..schedule.kinds import Kind
+from ..schedule.order import Topology, sources
 from ..schedule.transfers import Legs, legs
 from ..select.choose import Choice, alone, choose
 from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
 from ..select.method import Method
-from ..select.passes import SCATTER_AND_WGRAD, Pass
+from ..select.passes import Pass
 from ..select.table import Table
 from ..select.tiles import chunks_of
 from ..select.tiling import (
@@ -38,12 +39,12 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of schedule/order.py. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
+    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
     this rank sends. sources: the other ranks in the order in which their blocks arrive. other_sms: the SMs that what another
     group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
     """
 
-    kind: str
+    kind: Kind
     method: str
     reason: str
     variant: Method
@@ -60,7 +61,7 @@ class EnginePlan:
     @cached_property
     def receives(self) -> bool:
         """Whether the rank multiplies what it receives, and not what it sends."""
-        return self.kind in INBOUND
+        return self.kind.receives
 
     @cached_property
     def slots(self) -> int:
@@ -85,18 +86,18 @@ class EnginePlan:
     def hides_copies(self) -> bool:
         """Whether a copy within the GPU, enqueued behind what the plan pushes, is hidden by the plan's kernel. That outlasts its
         pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy unless it is full."""
-        outlasts = self.kind == GATHER or (self.kind == SCATTER and not self.reduces_later)
+        outlasts = self.kind.gathers or (self.kind.reduces and not self.reduces_later)
         return outlasts and self.method == "fused" and self.inside_node
 
     @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
-        return self.kind == A2A_GEMM and Method(self.method).pushes
+        return self.kind.sums_blocks and Method(self.method).pushes
 
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind == GEMM_A2A and Method(self.method).pushes and self.inside_node
+        return self.kind.splits_columns and Method(self.method).pushes and self.inside_node
 
     @property
     def error(self) -> str | None:
@@ -113,13 +114,13 @@ class Planner:
     def __init__(self, topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> None:
         self.topology, self.config, self.gbs = topology, config, gbs
 
-    def legs(self, kind: str, chunks: int, tiled: bool) -> Legs:
+    def legs(self, kind: Kind, chunks: int, tiled: bool) -> Legs:
         """What this rank sends."""
         return legs(kind, self.topology, chunks, tiled)
 
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
-        kind = SCATTER if pass_.kind == SCATTER_AND_WGRAD else pass_.kind
+        kind = pass_.kind.engine
         chunks = chunks_of(choice.how, pass_, device, self.topology.nodes, self.gbs)
         if choice.how.chunks:  # these rows may not divide into as many as were measured
             choice = choice.by(chunks=chunks)
@@ -153,7 +154,7 @@ def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> P
     return planner
 
 
-def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
+def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not Method(choice.method).multiplies:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
@@ -161,7 +162,7 @@ def _kernels(kind: str, choice: Choice, pass_: Pass, device: torch.device, w: to
     )
     if w.dim() != 2 or not readable or not tma_reads_weight(w):
         return PORTABLE
-    too_many = kind not in INBOUND and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
+    too_many = not kind.receives and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
     return PORTABLE if too_many else HOPPER
 
 
@@ -209,7 +210,7 @@ def make_plan(
         dgrad = dgrad_alone = planner.plan(backward, second, device, w)
         if (by_itself := alone(backward, second, device)) != backward:
             dgrad_alone = planner.plan(by_itself, second, device, w)
-        dgrad = replace(dgrad, beside_wgrad=dgrad.kind not in INBOUND)
+        dgrad = replace(dgrad, beside_wgrad=not dgrad.kind.receives)
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None

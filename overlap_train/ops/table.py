@@ -11,7 +11,7 @@ import torch
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ..schedule.kinds import Kind
 from .a2a_gemm import ChunkedAllToAllGemm, CollectiveAllToAllGemm, DirectAllToAllGemm, FusedAllToAllGemm, Receiver
 from .ag_gemm import ChunkedGather, CollectiveGather, DirectGather, FusedGather, Gather, LowLatencyGather
 from .gemm_a2a import (
@@ -26,30 +26,30 @@ from .gemm_a2a import (
 from .gemm_rs import ChunkedScatter, CollectiveScatter, DirectScatter, FusedScatter, LowLatencyScatter, Scatter
 from .plan import EnginePlan
 
-Engines = dict[str, dict[str, Any]]  # by operator and method
+Engines = dict[Kind, dict[str, Any]]  # by operator and method
 
 IN_NODE: Engines = {
-    GATHER: {
+    Kind.GATHER: {
         "collective": CollectiveGather,
         "chunked": ChunkedGather,
         "fused": FusedGather,
         "direct": DirectGather,
         "low_latency": LowLatencyGather,
     },
-    SCATTER: {
+    Kind.SCATTER: {
         "collective": CollectiveScatter,
         "chunked": ChunkedScatter,
         "fused": FusedScatter,
         "direct": DirectScatter,
         "low_latency": LowLatencyScatter,
     },
-    GEMM_A2A: {
+    Kind.GEMM_A2A: {
         "collective": CollectiveGemmAllToAll,
         "chunked": ChunkedGemmAllToAll,
         "fused": FusedGemmAllToAll,
         "direct": DirectGemmAllToAll,
     },
-    A2A_GEMM: {
+    Kind.A2A_GEMM: {
         "collective": CollectiveAllToAllGemm,
         "chunked": ChunkedAllToAllGemm,
         "fused": FusedAllToAllGemm,

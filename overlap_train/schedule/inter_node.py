@@ -20,19 +20,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from .order import A2A_GEMM, GATHER, INBOUND, SCATTER, Topology, Unit, targets
+from .kinds import Kind
+from .order import Topology, Unit, targets
 from .transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Leg, Legs
 
 
-def legs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
+def legs(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
     """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see transfers.legs."""
-    after_tiles = tiled and kind not in INBOUND
-    if kind == GATHER:
+    after_tiles = tiled and not kind.receives
+    if kind.gathers:
         return Legs(tuple(_gathered(topology, chunks, after_tiles)))
-    if kind == SCATTER:
+    if kind.reduces:
         return Legs(tuple(_scattered(topology, chunks, after_tiles)))
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind == A2A_GEMM and tiled:  # a tile needs its chunk from every rank; the library multiplies whole blocks
+    if kind.sums_blocks and tiled:  # a tile needs its chunk from every rank; the library multiplies whole blocks
         pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
     rank = topology.rank
     return Legs(
@@ -94,7 +95,7 @@ class SendRecv:
         return not self.for_another and bool(self.passed_on.all)
 
 
-def send_recvs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> tuple[SendRecv, ...]:
+def send_recvs(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> tuple[SendRecv, ...]:
     """All of one pass, in order, for transports whose receiver must say what it expects: rail peers work out the same.
 
     The legs of all ranks go equally far in each turn. So rail peers come to their parts of an exchange in the same order, and
@@ -110,13 +111,13 @@ def send_recvs(kind: str, topology: Topology, chunks: int, tiled: bool = False) 
     return tuple(found)
 
 
-def _moved(kind: str, topology: Topology, leg: Leg, nodes: int) -> Leg:
+def _moved(kind: Kind, topology: Topology, leg: Leg, nodes: int) -> Leg:
     """The same leg of the rank that is `nodes` nodes further."""
 
     def moved(rank: int) -> int:
         return (rank + nodes * topology.local) % topology.world
 
-    block = leg.block if kind == GATHER else moved(leg.block)
+    block = leg.block if kind.gathers else moved(leg.block)
     return replace(leg, source=moved(leg.source), target=moved(leg.target), block=block, fills=moved(leg.fills))
 
 
@@ -133,10 +134,10 @@ Step = tuple[str, int]  # START or ARRIVE, and the number of the exchange
 _MOST = 2  # one crosses the network while the one before it is passed on
 
 
-def most_in_flight(kind: str, exchanges: int) -> int:
+def most_in_flight(kind: Kind, exchanges: int) -> int:
     """How many of a call's exchanges may be under way. Of a scatter all: nothing is passed on, and nothing waits for what comes
     before the call's end."""
-    return exchanges if kind == SCATTER else _MOST
+    return exchanges if kind.reduces else _MOST
 
 
 class InFlight:
@@ -210,7 +211,7 @@ def exchanges_before_wgrad(exchanges: int, follows: bool) -> int:
 
 
 @cache
-def leaving(kind: str, topology: Topology, chunks: int, between: int) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
+def leaving(kind: Kind, topology: Topology, chunks: int, between: int) -> tuple[tuple[str, tuple[Unit, ...]], ...]:
     """What GEMM + RS and GEMM + A2A enqueue, in order: (FAR, EXCHANGE or NEAR, the chunks whose products these are).
 
     The n-th FAR has the products that the n-th EXCHANGE needs. Of GEMM + RS these are a chunk for each rank of a far node; this
@@ -222,7 +223,7 @@ def leaving(kind: str, topology: Topology, chunks: int, between: int) -> tuple[t
     """
     others, own_node = targets(topology), topology.local - 1
     far, near = others[: topology.world - topology.local], (*others[len(others) - own_node :], topology.rank)
-    at_once = topology.local if kind == SCATTER else 1
+    at_once = topology.local if kind.reduces else 1
     groups = [far[first : first + at_once] for first in range(0, len(far), at_once)]
     leaves = [tuple((block, chunk) for block in group) for group in groups for chunk in range(chunks)]
     stays = [((block, chunk),) for block in near for chunk in range(chunks)]

@@ -1,6 +1,4 @@
-"""The kinds of pass that have a schedule: AG + GEMM, GEMM + RS, A2A + GEMM, GEMM + A2A.
-
-Which ranks form a node, and who acts there for ranks of other nodes.
+"""Which ranks form a node, and who acts there for ranks of other nodes.
 
 Whose block comes next when a rank sends and when it multiplies, and in which order it computes tiles.
 
@@ -15,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, pairwise, product, repeat, starmap
 
-GATHER, SCATTER = "gather", "scatter"
-A2A_GEMM, GEMM_A2A = "a2a_gemm", "gemm_a2a"
-INBOUND = (GATHER, A2A_GEMM)  # what arrives is multiplied; the others multiply what leaves
+from .kinds import Kind
+
+GATHER, SCATTER, A2A_GEMM, GEMM_A2A = Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A
 EXCHANGES = (A2A_GEMM, GEMM_A2A)
 
 
@@ -68,13 +66,13 @@ def targets(topology: Topology) -> tuple[int, ...]:
 
 
 @cache
-def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
+def sources(topology: Topology, kind: Kind = Kind.GATHER) -> tuple[int, ...]:
     """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first.
 
     Of a far node a gather brings the twin's block first, and the others by way of this node. In an all-to-all every rank there
     sends to its twin last.
     """
-    first = int(kind in EXCHANGES)
+    first = int(kind.exchanges)
     near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
     nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
     return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
@@ -84,7 +82,7 @@ def sources(topology: Topology, kind: str = GATHER) -> tuple[int, ...]:
 def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
     """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
     `together` of one node at once."""
-    nodes = _by_node((topology.rank, *sources(topology, A2A_GEMM)), topology.local)
+    nodes = _by_node((topology.rank, *sources(topology, Kind.A2A_GEMM)), topology.local)
     return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
 
 
@@ -122,7 +120,7 @@ def _shifted(topology: Topology, nodes: int, places: int) -> int:
 
 
 def tile_order(
-    kind: str, topology: Topology, chunks: int, tiles: int, interleaved: bool = False
+    kind: Kind, topology: Topology, chunks: int, tiles: int, interleaved: bool = False
 ) -> Iterator[tuple[int, int, int]]:
     """(block, chunk, tile) in the order in which a portable kernel takes tiles; `tiles` of each chunk."""
     run = units_in_run(kind, topology.world, chunks, interleaved, adds=False)
@@ -140,7 +138,7 @@ class Strips:
 
 
 def strip_order(
-    kind: str, topology: Topology, chunks: int, strips: Strips, interleaved: bool = False
+    kind: Kind, topology: Topology, chunks: int, strips: Strips, interleaved: bool = False
 ) -> Iterator[tuple[tuple[int, int, int], tuple[Unit, ...]]]:
     """((block, chunk, number in it), (block, chunk) of each of its parts) of each tile, in the order in which a persistent kernel
     takes them.
@@ -165,7 +163,7 @@ def strip_order(
         numbers[parts[-1]] += 1
 
 
-def units_in_run(kind: str, world: int, chunks: int, interleaved: bool, adds: bool) -> int:
+def units_in_run(kind: Kind, world: int, chunks: int, interleaved: bool, adds: bool) -> int:
     """How many chunks a run has, in which tiles may cross from one to the next: all, those of one block, or all but the own
     block. The last run may have fewer.
 
@@ -173,16 +171,16 @@ def units_in_run(kind: str, world: int, chunks: int, interleaved: bool, adds: bo
     one another. adds: own tiles wait for the peers' partials. With a peer's strip above, one would wait for such tiles of the
     peers. Then all resident CTAs might hold one, and those behind them would never begin (rule 4).
     """
-    if kind in EXCHANGES or (interleaved and kind not in INBOUND and world > 2):
+    if kind.exchanges or (interleaved and not kind.receives and world > 2):
         return chunks
     return chunks * (max(1, world - 1) if adds else world)
 
 
-def _units(kind: str, topology: Topology, chunks: int) -> list[Unit]:
+def _units(kind: Kind, topology: Topology, chunks: int) -> list[Unit]:
     rank, numbers = topology.rank, range(chunks)
-    if kind == A2A_GEMM:
+    if kind.sums_blocks:
         return list(product((rank,), numbers))
-    if kind != GATHER:
+    if not kind.gathers:
         return list(product((*targets(topology), rank), numbers))
     near, *far = _by_node((rank, *sources(topology)), topology.local)
     return [*product(near, numbers), *((block, chunk) for node in far for chunk in numbers for block in node)]

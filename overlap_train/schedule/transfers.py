@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from .order import A2A_GEMM, GATHER, INBOUND, Topology, Unit, targets
+from .kinds import Kind
+from .order import Topology, Unit, targets
 
 NVLINK, NETWORK = "nvlink", "network"
 OPERAND, ARRIVED, NODE_SUM, LANDED = "operand", "arrived", "node sum", "landed"  # what a leg carries
@@ -83,18 +84,18 @@ class Legs:
         return Legs(tuple(leg for leg in self.all if leg.carries == ARRIVED))
 
 
-def legs(kind: str, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
+def legs(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
     """What rank `topology.rank` sends in a group inside one node; between nodes: inter_node.py.
 
     chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has multiplied.
     """
-    rank, after_tiles = topology.rank, tiled and kind not in INBOUND
+    rank, after_tiles = topology.rank, tiled and not kind.receives
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind == A2A_GEMM:  # a tile needs its chunk from every rank
+    if kind.sums_blocks:  # a tile needs its chunk from every rank
         pieces.sort(key=lambda piece: piece[1])
     return Legs(
         tuple(
-            Leg(NVLINK, rank, target, 0 if kind == GATHER else target, chunk, after_tiles, fills=rank)
+            Leg(NVLINK, rank, target, 0 if kind.gathers else target, chunk, after_tiles, fills=rank)
             for target, chunk in pieces
         )
     )

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..schedule.order import GATHER, SCATTER
 from .cost import estimate
 from .low_latency import serving
 from .method import NAMES, Method
-from .passes import SCATTER_AND_WGRAD, Pass
+from .passes import Pass
 from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import copy_us, gemm_us, on_hopper, saves_a_wave
@@ -157,7 +156,7 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
 
 def _estimated(pass_: Pass, name: str, system: System, nodes: int) -> Took:
     how = with_options(name, pass_, system, nodes=nodes)
-    found = estimate(pass_, how, system, nodes, backward=pass_.kind == SCATTER_AND_WGRAD)
+    found = estimate(pass_, how, system, nodes, backward=pass_.kind.before_wgrad)
     host_us = _SLOWER_HOST * found.host_us
     return Took(max(found.device_us, host_us), host_us)
 
@@ -192,7 +191,7 @@ def with_options(name: str, pass_: Pass, system: System, winner: Winner | None =
     measured = replace(measured, split_reduction=saves or measured.split_reduction)
     # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
     # gains.
-    by_rule = pass_.kind == SCATTER_AND_WGRAD
+    by_rule = pass_.kind.before_wgrad
     return replace(measured, barrier_first=_collides(pass_, measured, system)) if by_rule else measured
 
 
@@ -205,13 +204,14 @@ def by_rules(pass_: Pass, name: str, system: System) -> Method:
 
 def _outweighs(pass_: Pass, how: Method, system: System) -> bool:
     """Whether copies take so long beside the GEMM that each push costs more than chunks shorten the tail."""
-    return how.cuts and pass_.kind != SCATTER and copy_us(pass_, system) > _COPIES_THAT_SHOW * gemm_us(pass_, system)
+    waits = pass_.kind.before_wgrad or not pass_.kind.reduces
+    return how.cuts and waits and copy_us(pass_, system) > _COPIES_THAT_SHOW * gemm_us(pass_, system)
 
 
 def _is_late(pass_: Pass, system: System) -> bool:
     """Whether the peers' partials arrive when a fused scatter's last tiles already wait for them: they follow the blocks of x."""
     until_own = (pass_.world - 1) / pass_.world * gemm_us(pass_, system)
-    return pass_.kind == SCATTER_AND_WGRAD and 2 * copy_us(pass_, system) > _LATE * until_own
+    return pass_.kind.before_wgrad and 2 * copy_us(pass_, system) > _LATE * until_own
 
 
 def _collides(pass_: Pass, how: Method, system: System) -> bool:
@@ -219,6 +219,6 @@ def _collides(pass_: Pass, how: Method, system: System) -> bool:
     whole blocks, which outweigh it."""
     if pass_.world <= 2 or not how.pushes:
         return False
-    if pass_.kind == GATHER:
+    if pass_.kind.gathers:
         return _outweighs(pass_, how, system)
-    return pass_.kind == SCATTER_AND_WGRAD and copy_us(pass_, system) > max(_LONG_COPY_US, gemm_us(pass_, system))
+    return pass_.kind.before_wgrad and copy_us(pass_, system) > max(_LONG_COPY_US, gemm_us(pass_, system))

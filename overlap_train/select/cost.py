@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
+from ..schedule.kinds import Kind
 from .method import Method
-from .passes import SCATTER_AND_WGRAD, Pass
+from .passes import Pass
 from .sm_budget import MOST_SMS
 from .system import System
 from .tiles import chunks_of, on_hopper, sent_bytes
@@ -97,7 +97,7 @@ def collective_us(pass_: Pass, system: System, nodes: int = 1) -> float:
     if world == 1:
         return 0.0
     hops = (nodes - 1) * system.nic_us
-    if pass_.kind in EXCHANGES:
+    if pass_.kind.exchanges:
         far = (world - local) / (world - 1) * nbytes / (system.nic_gbs * 1e3) + system.nic_us if nodes > 1 else 0.0
         return system.nccl_us + max((local - 1) / (world - 1) * nbytes / (system.nccl_ring_gbs * 1e3), far)
     inside = math.inf if local == 1 else system.nccl_pair_gbs if local == 2 else system.nccl_ring_gbs
@@ -123,25 +123,25 @@ def _across_nodes(pass_: Pass, how: Method, system: System, nodes: int, backward
     Partial sums cross as sums of a node."""
     one, local = _Work(pass_, how, system), pass_.world // nodes
     block_us, exchanges = one.block_bytes / (system.nic_gbs * 1e3), nodes - 1
-    if one.kind in EXCHANGES:
+    if one.kind.exchanges:
         exchanges *= local
-    again = backward and one.kind in (SCATTER, GEMM_A2A)
+    again = backward and not one.kind.receives
     wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, spared_sms=MOST_SMS) if backward else 0.0
     if how.name == "collective":
-        rounds = 2 if again and one.kind == SCATTER else 1
+        rounds = 2 if again and one.kind.reduces else 1
         device = rounds * collective_us(pass_, system, nodes) + one.gemm_us + one.put_together() + wgrad
         return Estimate(device + 3 * system.gap_us, one.host_us(backward))
     chunks = chunks_of(how, pass_, system, nodes, system.nic_gbs)
     parts = chunks * (nodes if how.multiplies or local == 1 else pass_.world)
     gemm = library_us(system, pass_.rows, pass_.n, pass_.k, spared_sms=MOST_SMS)
     if not how.multiplies:
-        columns = pass_.n // (pass_.world if one.kind == GEMM_A2A else 1)
-        depth = pass_.k // (pass_.world if one.kind == A2A_GEMM else 1)
+        columns = pass_.n // (pass_.world if one.kind.splits_columns else 1)
+        depth = pass_.k // (pass_.world if one.kind.sums_blocks else 1)
         count = pass_.world * chunks
         gemm = count * library_us(system, pass_.m // count, columns, depth, count, MOST_SMS)
     network = exchanges * (block_us + chunks * system.nic_us)
     copies = (local - 1) * nodes * one.push_us(1)  # what arrives is passed on, or partials are collected
-    sums = sum_us(system, (local + nodes) * one.block_bytes) if one.kind == SCATTER else 0.0
+    sums = sum_us(system, (local + nodes) * one.block_bytes) if one.kind.reduces else 0.0
     device = max(gemm, network + gemm / parts, copies + gemm / parts) + sums + system.nic_us + 2 * system.gap_us
     if backward:
         device = max(device + wgrad, (1 + again) * network + sums)
@@ -157,8 +157,8 @@ class _Work:
     system: System
 
     @property
-    def kind(self) -> str:
-        return SCATTER if self.pass_.kind == SCATTER_AND_WGRAD else self.pass_.kind
+    def kind(self) -> Kind:
+        return self.pass_.kind.engine
 
     @property
     def chunks(self) -> int:
@@ -197,9 +197,9 @@ class _Work:
     def finish_us(self) -> float:
         """What may follow after all that the caller does meanwhile: a kernel that adds partial sums, or takes blocks out of the
         slot."""
-        if self.kind == SCATTER and self.how.name != "chunked" and not self.how.split_reduction:
+        if self.kind.reduces and self.how.name != "chunked" and not self.how.split_reduction:
             return 0.0
-        blocks = self.pass_.world + 1 if self.kind == SCATTER else 2 * self.peers
+        blocks = self.pass_.world + 1 if self.kind.reduces else 2 * self.peers
         return sum_us(self.system, blocks * self.block_bytes) + 2 * self.system.gap_us + self.system.wait_us
 
     def push_us(self, chunks: int) -> float:
@@ -208,7 +208,7 @@ class _Work:
 
     def put_together(self) -> float:
         """torch's copy of the blocks of an all-to-all: columns rank after rank before NCCL sends them, or what it has brought."""
-        if self.kind not in EXCHANGES:
+        if not self.kind.exchanges:
             return 0.0
         nbytes = 2 * self.pass_.world * self.block_bytes
         return nbytes / (self.system.memory_gbs * self.system.torch_copy * 1e3) + self.system.gap_us
@@ -223,21 +223,21 @@ class _Work:
         if name == "low_latency":
             return self.words_us + self.gemm_us + 2 * gap
         by = {"chunked": self._chunked_us, "fused": self._fused_us, "direct": self._direct_us}[name]
-        return by() + (0.0 if self.kind in INBOUND else self.finish_us)
+        return by() + (0.0 if self.kind.receives else self.finish_us)
 
     def _chunked_us(self) -> float:
         """A GEMM by the library for each block."""
         p, system, one, after = self.pass_, self.system, self.push_us(1), 0.0
         world, gap = p.world, system.gap_us
-        if self.kind == A2A_GEMM:  # each adds to the sum, in fp32
+        if self.kind.sums_blocks:  # each adds to the sum, in fp32
             gemm = library_us(system, p.rows, p.n, p.k // world, world)
             gemm, own = gemm + sum_us(system, (2 * _FP32 - _BF16) * p.rows * p.n), gemm
             after = sum_us(system, (_FP32 + _BF16) * p.rows * p.n) + gap
         else:
             own = gemm = library_us(
-                system, max(1, p.m // world), p.n // (world if self.kind == GEMM_A2A else 1), p.k, world
+                system, max(1, p.m // world), p.n // (world if self.kind.splits_columns else 1), p.k, world
             )
-        if self.kind in INBOUND:
+        if self.kind.receives:
             step = gemm + 2 * gap + system.wait_us
             waits = max(own + gap + self.peers * step, one + self.peers * step, self.peers * one + step)
             return self.start_us + waits + after
@@ -249,10 +249,10 @@ class _Work:
         tiles, world, chunks, one = self._tiled(), self.pass_.world, self.chunks, self.push_us(self.chunks)
         count, full = self.peers * chunks, tiles.full
         start, least = self.start_us + self.system.ramp_us, max(full, tiles.allowed)
-        if self.kind == GATHER:
+        if self.kind.gathers:
             last = count * one + max(tiles.one, full / (world * chunks))
             return start + max(least, one + (1 - 1 / world) * full, last)
-        if self.kind == A2A_GEMM:  # each tile needs a chunk of every peer
+        if self.kind.sums_blocks:  # each tile needs a chunk of every peer
             per = full / chunks
             return start + max(least, self.peers * one + full - per / world, count * one + per * (1 - 1 / world))
         peers_us = (1 - 1 / world) * full
@@ -265,30 +265,30 @@ class _Work:
         """One kernel that stores at the peers itself."""
         tiles, system, world, nbytes = self._tiled(), self.system, self.pass_.world, sent_bytes(self.pass_)
         start, full = system.gap_us + system.ramp_us, tiles.full
-        if self.kind in INBOUND:
-            parts = self.chunks * (world if self.kind == GATHER else 1)
-            is_long = self.kind == A2A_GEMM and world * self.block_bytes > _MOST_RECEIVED
+        if self.kind.receives:
+            parts = self.chunks * (world if self.kind.gathers else 1)
+            is_long = self.kind.sums_blocks and world * self.block_bytes > _MOST_RECEIVED
             stored = nbytes / (system.store_gbs * 1e3) + _WAY_US + max(tiles.one, full / parts)
             return start + max(full, tiles.allowed, stored) + (self.put_together() if is_long else 0.0)
         held = (1 - 1 / world) * full / tiles.one * system.peer_tile_us
         wire = nbytes / (system.tile_store_gbs * 1e3)
-        add = self.add_us if self.kind == SCATTER else 0.0
+        add = self.add_us if self.kind.reduces else 0.0
         return start + max(full + held, tiles.allowed, tiles.one + wire) + add
 
     def _tiled(self) -> _Tiled:
         """The GEMM by our kernels."""
         p, system, tile, chunks = self.pass_, self.system, HOPPER_TILE, self.chunks
         served = on_hopper(p, system)
-        columns = p.n // (p.world if self.kind == GEMM_A2A else 1)
-        blocks = chunks * (1 if self.kind == A2A_GEMM else p.world)
+        columns = p.n // (p.world if self.kind.splits_columns else 1)
+        blocks = chunks * (1 if self.kind.sums_blocks else p.world)
         rows = max(1, p.m // p.world // chunks)
         tiles, lines = tile.count(rows, columns, blocks), tile.count(rows, 1, blocks)
-        cut = tiles if self.kind in INBOUND else tile.pairs(rows, columns, chunks)
+        cut = tiles if self.kind.receives else tile.pairs(rows, columns, chunks)
         waves = count_waves(tiles, system.sms, cut if served else 0)
         one = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
         # The rows of each block of a gather read the weight again, since they follow their copies; else a wave shares what it
         # reads.
-        again = self.kind == GATHER or (self.kind != A2A_GEMM and tiles > system.sms)
+        again = self.kind.gathers or (not self.kind.sums_blocks and tiles > system.sms)
         reads = min(lines, blocks * -(-tile.count(rows, 1) // tile.group_m)) if again else 1
         speed = 1.0 if served else system.portable
         full = max(waves * one / speed, sum_us(system, reads * p.n * p.k * p.dtype.itemsize))
@@ -300,13 +300,11 @@ class _Work:
         wgrad, own = library_us(system, p.k, p.n, p.rows) + system.gap_us, sum_us(system, 2 * self.block_bytes)
         if self.peers == 0:
             return self.device_us() + wgrad
-        if (
-            self.kind in INBOUND
-        ):  # of what was gathered; its own block is copied beside it, but by `fused` under the GEMM
-            is_there = name in ("collective", "low_latency") or (name == "fused" and self.kind == GATHER)
+        if self.kind.receives:  # of what was gathered; its own block is copied beside it, but by `fused` under the GEMM
+            is_there = name in ("collective", "low_latency") or (name == "fused" and self.kind.gathers)
             return self.device_us() + (0.0 if is_there else own) + self.start_us + wgrad
         if name == "collective":
-            return self._backward_by_nccl(wgrad) if self.kind == SCATTER else self.device_us() + wgrad
+            return self._backward_by_nccl(wgrad) if self.kind.reduces else self.device_us() + wgrad
         if name == "low_latency":
             return self.device_us() + wgrad + self.words_us
         return self._column_us(wgrad, own + self.start_us)
@@ -335,16 +333,16 @@ class _Work:
     def host_us(self, backward: bool) -> float:
         """Driver calls of a call."""
         name, peers = self.how.name, self.peers
-        again = backward and self.kind in (SCATTER, GEMM_A2A) and peers > 0  # gathers again
+        again = backward and not self.kind.receives and peers > 0  # gathers again
         calls = _OTHER + _MM * (backward + (not peers or name in ("collective", "low_latency")))
         if not peers:
             pass
         elif name == "collective":
-            calls += _COLLECTIVE * (1 + (again and self.kind == SCATTER)) + _LAUNCH * (self.kind in EXCHANGES)
+            calls += _COLLECTIVE * (1 + (again and self.kind.reduces)) + _LAUNCH * self.kind.exchanges
         elif name == "low_latency":
             calls += _LAUNCH * (1 + again)
         else:
-            later = self.kind not in INBOUND and self.finish_us > 0
+            later = not self.kind.receives and self.finish_us > 0
             calls += _LAUNCH * ((name != "direct" or again) + 2 * later + 2 * backward) + _PUSH * peers * again
             calls += self._multiplying_calls()
         return self.system.host_call_us * calls
@@ -352,10 +350,10 @@ class _Work:
     def _multiplying_calls(self) -> int:
         """GEMMs, or the kernel, and pushes."""
         if self.how.name == "chunked":
-            waits = self.peers if self.kind in INBOUND else 0
-            return _GEMM * self.pass_.world + _LAUNCH * (waits + (self.kind == A2A_GEMM)) + _PUSH * self.peers
+            waits = self.peers if self.kind.receives else 0
+            return _GEMM * self.pass_.world + _LAUNCH * (waits + self.kind.sums_blocks) + _PUSH * self.peers
         pushes = self.peers * self.chunks if self.how.pushes else 0
-        return _LAUNCH + pushes * (_PUSH if self.kind in INBOUND else _PUSH_AFTER_TILES)
+        return _LAUNCH + pushes * (_PUSH if self.kind.receives else _PUSH_AFTER_TILES)
 
 
 @dataclass(frozen=True)

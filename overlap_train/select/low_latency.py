@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..config import flag_name
-from ..schedule.order import EXCHANGES
+from ..schedule.kinds import Kind
 from .passes import Pass
 
 LOW_LATENCY = "low_latency"
@@ -20,10 +20,10 @@ def flagged_bytes(received: int, world: int) -> int:
     return world * -(-received // world // _DATA_BYTES) * _WORD_BYTES
 
 
-def refusal(name: str, kind: str, nbytes: int) -> str | None:
+def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
     """Why the protocol does not serve passes of a kind whose words take so many bytes, or None. name: of the operator."""
     what = f"{name} with method={LOW_LATENCY!r}"
-    if kind in EXCHANGES:
+    if kind.exchanges:
         return f"{what}: it serves gathers and scatters, no all-to-alls; use 'auto' or 'direct' ({flag_name('method')})"
     most = flagged_bytes(MOST_BYTES, 1)
     if nbytes > most:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
+from ..schedule.kinds import Kind
 
-SCATTER_AND_WGRAD = "scatter, wgrad"
-KINDS = (GATHER, SCATTER, SCATTER_AND_WGRAD, A2A_GEMM, GEMM_A2A)
-_DGRAD = {GATHER: SCATTER_AND_WGRAD, SCATTER: GATHER, SCATTER_AND_WGRAD: GATHER, A2A_GEMM: GEMM_A2A, GEMM_A2A: A2A_GEMM}
+SCATTER_AND_WGRAD = Kind.SCATTER_AND_WGRAD
 
 Bucket = tuple[str, str, int, int, int, int]
 
@@ -29,7 +27,7 @@ class Pass:
     m: global rows.
     """
 
-    kind: str
+    kind: Kind
     m: int
     n: int
     k: int
@@ -39,18 +37,18 @@ class Pass:
     @property
     def dgrad(self) -> Pass:
         """The dgrad that goes with this fprop: dy [m, n] @ b.T [n, k], by the other engine."""
-        return Pass(_DGRAD[self.kind], self.m, self.k, self.n, self.dtype, self.world)
+        return Pass(self.kind.dgrad, self.m, self.k, self.n, self.dtype, self.world)
 
     @property
     def rows(self) -> int:
         """The rows that this rank multiplies: m, or m/W in an all-to-all."""
-        return self.m // self.world if self.kind in EXCHANGES else self.m
+        return self.m // self.world if self.kind.exchanges else self.m
 
     @property
     def row_features(self) -> int:
         """The features of one row of a block that a peer sends."""
-        features = self.k if self.kind in INBOUND else self.n
-        return features // self.world if self.kind in EXCHANGES else features
+        features = self.k if self.kind.receives else self.n
+        return features // self.world if self.kind.exchanges else features
 
     @property
     def bucket(self) -> Bucket:

@@ -31,9 +31,10 @@ from typing import Any
 import torch
 
 from ..config import flag_name
+from ..schedule.kinds import Kind
 from ..warn import warn_user
 from .method import NAMES, Method
-from .passes import KINDS, Bucket, Pass, dtype_name
+from .passes import Bucket, Pass, dtype_name
 
 SAME = 0.02  # by so much two measurements of one thing differ
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
@@ -242,10 +243,10 @@ def _from_document(document: dict[str, Any], key: Key) -> Table:
 
 
 def _from_entry(entry: dict[str, Any], world: int) -> Winner:
-    kind, dtype, how = entry["kind"], getattr(torch, entry["dtype"]), Method(**entry["winner"])
+    kind, dtype, how = Kind(entry["kind"]), getattr(torch, entry["dtype"]), Method(**entry["winner"])
     m, n, k = (int(entry[name]) for name in ("m", "n", "k"))
     timed = {Method(**{k: v for k, v in one.items() if k != "ms"}): float(one["ms"]) for one in entry["timed"]}
-    known = kind in KINDS and {how.name, *(one.name for one in timed)} <= set(NAMES) and isinstance(dtype, torch.dtype)
+    known = {how.name, *(one.name for one in timed)} <= set(NAMES) and isinstance(dtype, torch.dtype)
     if not known or min(m, n, k) < 1:
         raise ValueError(f"unknown entry {entry}")
     return Winner(Pass(kind, m, n, k, dtype, world), how, timed)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from ..schedule.order import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER
 from .method import CHUNK_COUNTS, Method
-from .passes import SCATTER_AND_WGRAD, Pass
+from .passes import Pass
 from .system import System
 from .tiling import (
     HOPPER_TILE,
@@ -56,7 +55,7 @@ def on_hopper(pass_: Pass, device: System | torch.device) -> bool:
 
 def scatters_on_hopper(pass_: Pass, system: System) -> bool:
     """Whether it is a GEMM + RS that they serve."""
-    return pass_.kind in (SCATTER, SCATTER_AND_WGRAD) and on_hopper(pass_, system)
+    return pass_.kind.reduces and on_hopper(pass_, system)
 
 
 def saves_a_wave(pass_: Pass, system: System) -> bool:
@@ -87,7 +86,7 @@ def strips_to_spare(pass_: Pass, system: System, splits: bool = False) -> int:
     chunk into the next.
     """
     keeps_a_wave = splits and saves_a_wave(pass_, system)
-    return int(pass_.kind != GATHER and on_hopper(pass_, system) and not keeps_a_wave)
+    return int(not pass_.kind.gathers and on_hopper(pass_, system) and not keeps_a_wave)
 
 
 def chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: int = 1, gbs: float = 0.0) -> int:
@@ -107,15 +106,15 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: in
     if how.name == "direct":
         return direct_chunk_count(m_shard, on_gpu, spare)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
-    most = 8 if pass_.kind == A2A_GEMM else 4
+    most = 8 if pass_.kind.sums_blocks else 4
     return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
 
 
 def _network_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
     """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
-    if how.multiplies and pass_.kind not in INBOUND and local == 1:
+    if how.multiplies and not pass_.kind.receives and local == 1:
         return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
     # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
-    at_once = local if how.multiplies and pass_.kind == GATHER else 1
-    columns = pass_.n // (pass_.world if pass_.kind == GEMM_A2A else 1)
+    at_once = local if how.multiplies and pass_.kind.gathers else 1
+    columns = pass_.n // (pass_.world if pass_.kind.splits_columns else 1)
     return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once, sms)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...schedule.kinds import Kind
 from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...select.passes import Pass
 
@@ -38,7 +39,7 @@ class Case:
         return f"{self.op} {self.pass_} {self.model} M={self.m} N={self.n} K={self.k}"
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """What the pass does: gather (AG + GEMM), scatter (GEMM + RS), gemm_a2a or a2a_gemm."""
         return (_FPROP if self.pass_ == "fprop" else _DGRAD)[self.op]
 

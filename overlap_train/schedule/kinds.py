@@ -1,0 +1,60 @@
+"""The kinds of pass: what a rank multiplies, and what it sends or receives beside that."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """One kind of pass of an operator, by its traits. Code asks for traits, not for names: a new operator is a new line here.
+
+    gather          AG + GEMM     y = all_gather(x) @ w
+    scatter         GEMM + RS     y = reduce_scatter(x @ w)
+    scatter, wgrad  GEMM + RS     the dgrad of a column linear, under whose reduce-scatter its weight gradient may run
+    a2a_gemm        A2A + GEMM    y = all_to_all(x) @ w
+    gemm_a2a        GEMM + A2A    y = all_to_all(x @ w)
+
+    receives: the GEMM multiplies what arrives; else the product leaves. exchanges: by an all-to-all. before_wgrad: a weight
+    gradient comes after it.
+    """
+
+    receives: bool
+    exchanges: bool
+    before_wgrad: bool
+    gathers: bool  # receives all rows, by an all-gather
+    reduces: bool  # adds partial sums of all ranks, by a reduce-scatter
+    sums_blocks: bool  # each output is a sum over the blocks of all ranks
+    splits_columns: bool  # each rank gets its columns of the output
+
+    GATHER = "gather", True, False
+    SCATTER = "scatter", False, False
+    SCATTER_AND_WGRAD = "scatter, wgrad", False, False, True
+    A2A_GEMM = "a2a_gemm", True, True
+    GEMM_A2A = "gemm_a2a", False, True
+
+    def __new__(cls, value: str, receives: bool = False, exchanges: bool = False, before_wgrad: bool = False) -> Kind:
+        kind = str.__new__(cls, value)
+        kind._value_ = value
+        kind.receives, kind.exchanges, kind.before_wgrad = receives, exchanges, before_wgrad
+        kind.gathers, kind.reduces = receives and not exchanges, not receives and not exchanges
+        kind.sums_blocks, kind.splits_columns = receives and exchanges, exchanges and not receives
+        return kind
+
+    @property
+    def engine(self) -> Kind:
+        """The kind of the engine that runs it."""
+        return Kind.SCATTER if self.reduces else self
+
+    @property
+    def dgrad(self) -> Kind:
+        """The kind of the input gradient of a linear whose forward pass is of this kind."""
+        return _DGRAD[self]
+
+
+_DGRAD = {
+    Kind.GATHER: Kind.SCATTER_AND_WGRAD,
+    Kind.SCATTER: Kind.GATHER,
+    Kind.SCATTER_AND_WGRAD: Kind.GATHER,
+    Kind.A2A_GEMM: Kind.GEMM_A2A,
+    Kind.GEMM_A2A: Kind.A2A_GEMM,
+}
