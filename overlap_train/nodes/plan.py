@@ -17,6 +17,7 @@ from ..select.choose import Choice
 from ..select.method import CHUNK_COUNTS, Method
 from ..select.passes import Pass
 from ..select.tiling import blocks_together
+from .choice import network_chunks_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class InterNodePlanner(Planner):
 
     def legs(self, kind: Kind, chunks: int, tiled: bool) -> Legs:
         return legs(kind, self.topology, chunks, tiled)
+
+    def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
+        return network_chunks_of(how, pass_, device, self.topology.nodes, self.gbs)
 
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> InterNodePlan:
         plan, topology = super().plan(choice, pass_, device, w), self.topology

@@ -118,10 +118,14 @@ class Planner:
         """What this rank sends."""
         return legs(kind, self.topology, chunks, tiled)
 
+    def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
+        """Into how many chunks each block is cut."""
+        return chunks_of(how, pass_, device)
+
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """How a pass runs by a choice. w: the weight shard, of which its layout counts."""
         kind = pass_.kind.engine
-        chunks = chunks_of(choice.how, pass_, device, self.topology.nodes, self.gbs)
+        chunks = self.chunks(choice.how, pass_, device)
         if choice.how.chunks:  # these rows may not divide into as many as were measured
             choice = choice.by(chunks=chunks)
         kernels = _kernels(kind, choice, pass_, device, w)

@@ -154,7 +154,6 @@ def strip_order(
     starts = range(0, len(units), strips.run)
     runs = [list(_tiles_of_run(units[start : start + strips.run], strips)) for start in starts]
     if interleaved:
-        assert topology.nodes == 1, "kernels that store at the peers stay in their node"
         *foreign, own = runs
         runs = [[tile for turn in zip(*foreign, strict=True) for tile in turn], own]
     numbers = Counter[Unit]()

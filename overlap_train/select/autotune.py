@@ -21,10 +21,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from .choose import Took, fastest, may_choose, untuned, winner_of
+from .choose import Took, fastest, untuned, winner_of
 from .low_latency import serving
 from .method import NAMES, Method
 from .passes import Bucket, Pass
+from .reach import reach_of
 from .table import SAME, Table, Winner
 from .tiles import on_hopper
 
@@ -151,7 +152,7 @@ def key_of(fprop: Pass, device: torch.device) -> RunKey:
 def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, ...]:
     """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
     first."""
-    fits = [name for name in serving(serving(NAMES, fprop), fprop.dgrad) if may_choose(name, nodes)]
+    fits = [name for name in serving(serving(NAMES, fprop), fprop.dgrad) if reach_of(nodes).may_choose(name)]
     return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
 

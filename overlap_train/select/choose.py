@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .cost import estimate
 from .low_latency import serving
 from .method import NAMES, Method
 from .passes import Pass
+from .reach import reach_of
 from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import copy_us, gemm_us, on_hopper, saves_a_wave
@@ -141,14 +141,14 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table, nodes: i
 def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choice:
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
     estimated to be faster."""
-    system = System.of(device)
+    system, reach = System.of(device), reach_of(nodes)
     if system.type != "cuda":
-        return Choice(Method("chunked"), f"auto: not tuned: CPU tensors{' on several nodes' * (nodes > 1)}")
+        return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
     served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only
     names = [name for name in NAMES if served or not Method(name).multiplies]
-    fits = [name for name in serving(names, pass_) if may_choose(name, nodes)]
+    fits = [name for name in serving(names, pass_) if reach.may_choose(name)]
     took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
-    few = pass_.m <= _FEW_ROWS and nodes == 1
+    few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
     return Choice(how, f"auto: not tuned: {why}")
@@ -156,7 +156,7 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
 
 def _estimated(pass_: Pass, name: str, system: System, nodes: int) -> Took:
     how = with_options(name, pass_, system, nodes=nodes)
-    found = estimate(pass_, how, system, nodes, backward=pass_.kind.before_wgrad)
+    found = reach_of(nodes).estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
     host_us = _SLOWER_HOST * found.host_us
     return Took(max(found.device_us, host_us), host_us)
 
@@ -167,11 +167,6 @@ def _is_narrow(pass_: Pass, system: System) -> bool:
     return any(gemm_us(pass_, system) >= us and long >= times * short for us, times in _LONG_AND_NARROW)
 
 
-def may_choose(name: str, nodes: int) -> bool:
-    """Whether `auto` and the tuner may choose a method in a group that spans so many nodes."""
-    return nodes == 1 or Method(name).crosses
-
-
 def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
     """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
     return choice.by(split_reduction=choice.how.split_reduction and saves_a_wave(pass_, System.of(device)))
@@ -180,7 +175,7 @@ def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
 def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:
     """How a method runs a pass: as measured, else as the rules say."""
     measured = None if winner is None else winner.options_of(name)
-    if nodes > 1:  # on CPUs, too: into how many chunks blocks are cut depends on the network
+    if not reach_of(nodes).has_rules:
         return measured or Method(name)
     if system.type != "cuda":
         return Method(name)

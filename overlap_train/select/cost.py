@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from ..schedule.kinds import Kind
 from .method import Method
 from .passes import Pass
-from .sm_budget import MOST_SMS
 from .system import System
 from .tiles import chunks_of, on_hopper, sent_bytes
 from .tiling import HOPPER_TILE, count_waves
@@ -86,70 +85,15 @@ def sum_us(system: System, nbytes: float, sms: int = 0) -> float:
     return nbytes / (min(system.memory_gbs, sms * system.sum_sm_gbs or math.inf) * 1e3)
 
 
-def collective_us(pass_: Pass, system: System, nodes: int = 1) -> float:
-    """NCCL's exchange of a pass.
-
-    An all-gather or reduce-scatter across nodes is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link
-    says how fast. The rings of a node leave it by all NICs of its ranks. An all-to-all sends to far ranks over each rank's own
-    NIC.
-    """
-    world, local, nbytes = pass_.world, pass_.world // nodes, sent_bytes(pass_)
-    if world == 1:
-        return 0.0
-    hops = (nodes - 1) * system.nic_us
-    if pass_.kind.exchanges:
-        far = (world - local) / (world - 1) * nbytes / (system.nic_gbs * 1e3) + system.nic_us if nodes > 1 else 0.0
-        return system.nccl_us + max((local - 1) / (world - 1) * nbytes / (system.nccl_ring_gbs * 1e3), far)
-    inside = math.inf if local == 1 else system.nccl_pair_gbs if local == 2 else system.nccl_ring_gbs
-    return system.nccl_us + hops + nbytes / (min(inside, local * system.nic_gbs if nodes > 1 else math.inf) * 1e3)
-
-
-def estimate(pass_: Pass, how: Method, system: System, nodes: int = 1, backward: bool = False) -> Estimate:
-    """What a pass takes by a method in a group that spans so many nodes.
-
-    backward: the whole backward of its linear: also the weight gradient, under which a column linear's partial sums leave, and
-    for which it gathers its input again.
-    """
-    if nodes > 1:
-        return _across_nodes(pass_, how, system, nodes, backward)
-    one = _Work(pass_, how, system)
-    barrier = how.barrier_first * (_BARRIER_US + system.gap_us)
-    device = one.backward_us() if backward else one.device_us()
-    return Estimate(device + barrier, one.host_us(backward))
-
-
-def _across_nodes(pass_: Pass, how: Method, system: System, nodes: int, backward: bool) -> Estimate:
-    """A pass between nodes: what crosses the network is the slowest of all, or the GEMM is, which leaves some SMs to it.
-    Partial sums cross as sums of a node."""
-    one, local = _Work(pass_, how, system), pass_.world // nodes
-    block_us, exchanges = one.block_bytes / (system.nic_gbs * 1e3), nodes - 1
-    if one.kind.exchanges:
-        exchanges *= local
-    again = backward and not one.kind.receives
-    wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, spared_sms=MOST_SMS) if backward else 0.0
-    if how.name == "collective":
-        rounds = 2 if again and one.kind.reduces else 1
-        device = rounds * collective_us(pass_, system, nodes) + one.gemm_us + one.put_together() + wgrad
-        return Estimate(device + 3 * system.gap_us, one.host_us(backward))
-    chunks = chunks_of(how, pass_, system, nodes, system.nic_gbs)
-    parts = chunks * (nodes if how.multiplies or local == 1 else pass_.world)
-    gemm = library_us(system, pass_.rows, pass_.n, pass_.k, spared_sms=MOST_SMS)
-    if not how.multiplies:
-        columns = pass_.n // (pass_.world if one.kind.splits_columns else 1)
-        depth = pass_.k // (pass_.world if one.kind.sums_blocks else 1)
-        count = pass_.world * chunks
-        gemm = count * library_us(system, pass_.m // count, columns, depth, count, MOST_SMS)
-    network = exchanges * (block_us + chunks * system.nic_us)
-    copies = (local - 1) * nodes * one.push_us(1)  # what arrives is passed on, or partials are collected
-    sums = sum_us(system, (local + nodes) * one.block_bytes) if one.kind.reduces else 0.0
-    device = max(gemm, network + gemm / parts, copies + gemm / parts) + sums + system.nic_us + 2 * system.gap_us
-    if backward:
-        device = max(device + wgrad, (1 + again) * network + sums)
-    return Estimate(device, one.host_us(backward) + (1 + again) * exchanges * chunks * system.host_exchange_us)
+def nccl_us(pass_: Pass, system: System) -> float:
+    """NCCL's exchange of a pass inside a node."""
+    is_pair = pass_.world == 2 and not pass_.kind.exchanges
+    gbs = system.nccl_pair_gbs if is_pair else system.nccl_ring_gbs
+    return 0.0 if pass_.world == 1 else system.nccl_us + sent_bytes(pass_) / (gbs * 1e3)
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """A pass inside a node."""
 
     pass_: Pass
@@ -213,13 +157,18 @@ class _Work:
         nbytes = 2 * self.pass_.world * self.block_bytes
         return nbytes / (self.system.memory_gbs * self.system.torch_copy * 1e3) + self.system.gap_us
 
+    def estimate(self, backward: bool = False) -> Estimate:
+        """backward: as Reach.estimate."""
+        barrier = self.how.barrier_first * (_BARRIER_US + self.system.gap_us)
+        return Estimate((self.backward_us() if backward else self.device_us()) + barrier, self.host_us(backward))
+
     def device_us(self) -> float:
         """Alone, with nothing after it."""
         gap, name = self.system.gap_us, self.how.name
         if self.peers == 0:
             return self.gemm_us + gap
         if name == "collective":
-            return collective_us(self.pass_, self.system) + self.gemm_us + 2 * gap + self.put_together()
+            return nccl_us(self.pass_, self.system) + self.gemm_us + 2 * gap + self.put_together()
         if name == "low_latency":
             return self.words_us + self.gemm_us + 2 * gap
         by = {"chunked": self._chunked_us, "fused": self._fused_us, "direct": self._direct_us}[name]
@@ -325,7 +274,7 @@ class _Work:
     def _backward_by_nccl(self, wgrad: float) -> float:
         """NCCL in a stream of its own: the gather beside the GEMM for dx, the reduce-scatter beside the other. A GEMM beside it
         is longer."""
-        nccl, beside = collective_us(self.pass_, self.system) + self.system.gap_us, self.system.nccl_beside
+        nccl, beside = nccl_us(self.pass_, self.system) + self.system.gap_us, self.system.nccl_beside
         dgrad = self.gemm_us + self.system.gap_us
         dgrad, wgrad = (us + min(beside * nccl, us * beside / (1 - beside)) for us in (dgrad, wgrad))
         return max(max(dgrad, nccl) + wgrad, max(dgrad, nccl) + nccl)

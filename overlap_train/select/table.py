@@ -35,12 +35,11 @@ from ..schedule.kinds import Kind
 from ..warn import warn_user
 from .method import NAMES, Method
 from .passes import Bucket, Pass, dtype_name
+from .reach import reach_of
 
 SAME = 0.02  # by so much two measurements of one thing differ
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
 KERNELS = 6
-# The same of what runs in groups that span nodes alone: their schedule. Tables of one node stay.
-CROSSINGS = 1
 _NONE = "not installed"  # of overlap-train: a checkout on the path
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Fields that older files lack, and what such a file means. Files leave them out where they have this value: names stay the same.
@@ -51,7 +50,7 @@ LEFT_OUT: Mapping[str, Any] = {"nodes": 1, "crossings": 0, "network": "nccl", "q
 class Key:
     """What measurements depend on besides the shape.
 
-    nodes: that the ranks are on, as many on each. crossings: CROSSINGS where there are several. network, queues: between nodes of
+    nodes: that the ranks are on, as many on each. crossings: the version of their schedule. network, queues: between nodes of
     GPUs, else as in LEFT_OUT. network: what carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one
     (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose
     product takes twice as long as the network takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many
@@ -85,11 +84,7 @@ class Key:
 
 def key_of(device: torch.device, world: int, nodes: int = 1, network: str = "auto") -> Key:
     """The Key of this machine and installation, for `world` ranks on `nodes` nodes. network: of OverlapConfig."""
-    key = replace(_key_in_node(device, world), nodes=nodes, crossings=CROSSINGS if nodes > 1 else 0)
-    if nodes == 1 or device.type != "cuda":
-        return key
-    queues = "one" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else "many"
-    return replace(key, network="nvshmem" if network == "nvshmem" else "nccl", queues=queues)
+    return replace(_key_in_node(device, world), **reach_of(nodes).key_fields(device, network))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .method import CHUNK_COUNTS, Method
+from .method import Method
 from .passes import Pass
 from .system import System
 from .tiling import (
@@ -21,9 +21,6 @@ from .tiling import (
     count_waves,
     direct_chunk_count,
     equal_chunks,
-    network_chunk_count,
-    pays_in_short_chunks,
-    products_that_fill,
     tma_reads,
 )
 
@@ -89,17 +86,13 @@ def strips_to_spare(pass_: Pass, system: System, splits: bool = False) -> int:
     return int(not pass_.kind.gathers and on_hopper(pass_, system) and not keeps_a_wave)
 
 
-def chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: int = 1, gbs: float = 0.0) -> int:
-    """Into how many chunks each block is cut: as measured across nodes, else as a rule says. gbs: of the network; 0: unknown."""
+def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
+    """Into how many chunks each block is cut: as measured, else as a rule says."""
     system = System.of(device)
     m_shard, on_gpu = max(1, pass_.m // pass_.world), system.type == "cuda"
     row_bytes = pass_.row_features * pass_.dtype.itemsize
     if how.chunks:
         return equal_chunks(m_shard, how.chunks)
-    if nodes > 1 and on_gpu and how.pushes:  # one is multiplied while the next is on its way
-        local = pass_.world // nodes
-        most = _network_products(how, pass_, local, system.sms)
-        return network_chunk_count(m_shard, row_bytes, most, pays_in_short_chunks(local, gbs))
     if not how.multiplies or how.whole:
         return 1
     spare = strips_to_spare(pass_, system, how.split_reduction)
@@ -108,13 +101,3 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: in
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
     most = 8 if pass_.kind.sums_blocks else 4
     return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
-
-
-def _network_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
-    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
-    if how.multiplies and not pass_.kind.receives and local == 1:
-        return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
-    # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
-    at_once = local if how.multiplies and pass_.kind.gathers else 1
-    columns = pass_.n // (pass_.world if pass_.kind.splits_columns else 1)
-    return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once, sms)

@@ -17,9 +17,9 @@ from overlap_train import choose
 from overlap_train.config import METHODS
 from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from overlap_train.select.choose import Took, alone, fastest
-from overlap_train.select.cost import estimate
 from overlap_train.select.method import NAMES, Method
 from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.reach import Reach
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.tools.measure.cases import Case
@@ -77,7 +77,10 @@ def test_a_gpu_that_multiplies_more_slowly_hides_more() -> None:
     for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad, QKV, QKV.dgrad, PROJ, PROJ.dgrad):
         how = choose("auto", pass_, H20, UNTUNED).how
         assert how.name in ("fused", "direct")
-        took = {name: estimate(pass_, Method(name), H20, backward=pass_.kind == SCATTER_AND_WGRAD).us for name in NAMES}
+        took = {
+            name: Reach().estimate(pass_, Method(name), H20, backward=pass_.kind == SCATTER_AND_WGRAD).us
+            for name in NAMES
+        }
         assert took[how.name] < 1.05 * min(took.values()), pass_
     assert choose("fused", QKV, H200, UNTUNED).how.whole and not choose("fused", QKV, H20, UNTUNED).how.whole
     assert choose("fused", QKV.dgrad, H200, UNTUNED).how.split_reduction

@@ -13,8 +13,9 @@ import torch
 
 from ...schedule.order import EXCHANGES
 from ...select.choose import alone, choose
-from ...select.cost import Estimate, collective_us, estimate, library_us
+from ...select.cost import Estimate, library_us, nccl_us
 from ...select.passes import Pass
+from ...select.reach import reach_of
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import Case
@@ -86,7 +87,7 @@ def _operators(record: str, rows: list[Row], system: System) -> list[Compared]:
             seen.add(case)
             us |= {
                 "gemm": (library_us(system, p.rows, p.n, p.k), row["gemm_ms"]),
-                "comm": (collective_us(p, system), row["comm_ms"]),
+                "comm": (nccl_us(p, system), row["comm_ms"]),
                 "sequence": (_by(COLLECTIVE, p, system, nodes).device_us, row["sequence_ms"]),
             }
         found += [Compared(record, case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]
@@ -109,7 +110,7 @@ def _network_gbs(row: Row, nodes: int) -> float:
 def _by(method: str, p: Pass, system: System, nodes: int, backward: bool = False) -> Estimate:
     choice = choose(method, p, system, UNTUNED, nodes)
     how = choice.how if backward or nodes > 1 else alone(choice, p, system).how
-    return estimate(p, how, system, nodes, backward)
+    return reach_of(nodes).estimate(p, how, system, backward)
 
 
 def _layers(record: str, rows: list[Row], system: System) -> list[Compared]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
-from ...select.choose import may_choose, untuned, with_options
-from ...select.cost import Estimate, collective_us, estimate, library_us
+from ...select.choose import untuned, with_options
+from ...select.cost import Estimate, library_us
 from ...select.method import NAMES, Method
 from ...select.passes import Pass
+from ...select.reach import reach_of
 from ...select.system import System
 from ...ulysses.parts import parts_that_hide
 from ..measure.models import Model
@@ -85,13 +86,13 @@ def _predict(system: System, strategy: Strategy, linear: Linear, is_backward: bo
     first = first_pass(linear, strategy)
     p = first.dgrad if is_backward else first
     nodes = strategy.cp_nodes if p.kind in EXCHANGES else strategy.tp_nodes
-    chosen = untuned(p, system, nodes).method
-    names = dict.fromkeys([*(name for name in METHODS if may_choose(name, nodes)), chosen])
+    chosen, reach = untuned(p, system, nodes).method, reach_of(nodes)
+    names = dict.fromkeys([*(name for name in METHODS if reach.may_choose(name)), chosen])
     by_method = {
-        name: estimate(p, with_options(name, p, system, nodes=nodes), system, nodes, is_backward) for name in names
+        name: reach.estimate(p, with_options(name, p, system, nodes=nodes), system, is_backward) for name in names
     }
     gemm_us = library_us(system, p.rows, p.n, p.k) + (library_us(system, p.k, p.n, p.rows) if is_backward else 0.0)
-    nccl_us = collective_us(p, system, nodes) * (1 + (is_backward and first.kind == GATHER))
+    nccl_us = reach.collective_us(p, system) * (1 + (is_backward and first.kind == GATHER))
     found = Prediction(
         linear.name, BACKWARD if is_backward else FORWARD, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen
     )
@@ -105,7 +106,7 @@ def _beside_ulysses(system: System, strategy: Strategy, linear: Linear, over_tp:
     across nodes."""
     s, features = strategy, linear.n if linear.is_column else linear.k
     exchange = Pass(A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
-    nccl_us = collective_us(exchange, system, s.cp_nodes)
+    nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
     parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if s.nodes == 1 else 1
 
     def both(name: str, one: Estimate) -> Estimate:

@@ -16,13 +16,15 @@ import torch
 from ...config import OverlapConfig
 from ...group.domain import OverlapDomain
 from ...group.signals import Tag
+from ...nodes.choice import network_chunks_of
 from ...ops.plan import planner_of
 from ...ops.table import start_gather, start_scatter
 from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
-from ...select.choose import Choice, Took, fastest, may_choose, untuned
+from ...select.choose import Choice, Took, fastest, untuned
 from ...select.low_latency import serving
 from ...select.method import CHUNK_COUNTS, Method
 from ...select.passes import SCATTER_AND_WGRAD, Pass
+from ...select.reach import reach_of
 from ...select.system import System
 from ...select.table import Winner
 from ...select.tiles import chunks_of, copy_us, saves_a_wave
@@ -88,7 +90,7 @@ def one_a_bucket(cases: Iterable[Case], ranks: int) -> list[Case]:
 def candidates(names: Sequence[str], default: str, pass_: Pass, nodes: int = 1) -> list[str]:
     """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower than
     that."""
-    asked = [name for name in serving(names, pass_) if may_choose(name, nodes)]
+    asked = [name for name in serving(names, pass_) if reach_of(nodes).may_choose(name)]
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 
@@ -120,7 +122,7 @@ def _in_chunks(pass_: Pass, plain: Method, system: System, nodes: int, gbs: floa
         return [plain]
     rows = pass_.m // pass_.world
     most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
-    own = chunks_of(plain, pass_, system, nodes, gbs)
+    own = network_chunks_of(plain, pass_, system, nodes, gbs)
     fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
     return [plain, *(replace(plain, chunks=count) for count in fits if count != own)]
 
