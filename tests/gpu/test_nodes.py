@@ -31,8 +31,8 @@ from overlap_train import (
 )
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
+from overlap_train.nodes import plan as nodes_plan
 from overlap_train.nodes.engines import StreamEngine
-from overlap_train.ops import plan as engine_plan
 from overlap_train.select.tiling import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case
 
@@ -74,7 +74,7 @@ def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_every_number_of_chunks_that_the_tuner_may_find_is_exact(nodes: Case, chunks: int) -> None:
     with mock.patch.object(
-        engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)
+        nodes_plan, "network_chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)
     ):  # as if it had been measured as the fastest
         for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
             for operator in ("column", "row", "to_heads", "to_rows"):

@@ -33,10 +33,10 @@ from overlap_train.group.domain import barrier
 from overlap_train.group.registry import domain_of, made_domain
 from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
+from overlap_train.nodes import plan as nodes_plan
 from overlap_train.nodes.connect import NodeWaits
 from overlap_train.nodes.gloo import GlooTransport, HostEngine, Worker
 from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
-from overlap_train.ops import plan as engine_plan
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.select.tiling import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
@@ -70,7 +70,7 @@ def test_every_shape(world: int, node_ranks: int) -> None:
 def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str) -> list[int]:
     """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
     case, counts = case_of(node_ranks, method), []
-    with mock.patch.object(engine_plan, "chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
+    with mock.patch.object(nodes_plan, "network_chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
         for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
                 OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
