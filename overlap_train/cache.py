@@ -12,13 +12,11 @@ Value = TypeVar("Value")
 class BoundedCache(dict[Key, Value]):
     """A dictionary of at most `most` entries: a new one takes the place of the oldest. A look-up is dict's own, in C."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
+    most = 4096  # linears of one shape, lengths of a sequence: more than a model has, so that only what keeps changing is dropped
 
     def put(self, key: Key, value: Value) -> Value:
         """Remember a value, which is returned."""
-        if len(self) >= self._most and key not in self:
+        if len(self) >= self.most and key not in self:
             self.pop(next(iter(self)), None)
         self[key] = value
         return value

@@ -105,8 +105,8 @@ class Room:
 
     def _passes_limit(self, needed: Layout, roomy: Layout) -> bool:
         """Whether exchanges, whose parts were cut to fit into exchange_mib, would have more than that for the sake of room."""
-        slots, roomy_slots = (SLOTS * (one.slot_bytes + one.flagged_bytes) for one in (needed, roomy))
-        return slots <= self.exchange_mib * _MIB < roomy_slots
+        limit = self.exchange_mib * _MIB // SLOTS
+        return needed.slot_bytes + needed.flagged_bytes <= limit < roomy.slot_bytes + roomy.flagged_bytes
 
     def _needed(self, request: Request) -> Layout:
         there = self.layout or Layout(self.world_size, 0)

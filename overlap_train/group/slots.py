@@ -21,7 +21,6 @@ from ..gpu.launch import LaunchCache
 from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from ..schedule.order import Topology, targets
 from ..schedule.transfers import Leg, Legs
-from ..symmetric import SymmetricHeap
 from .copy_engine import Route
 from .signals import Tag
 
@@ -58,7 +57,8 @@ class Layout:
     @cached_property
     def _starts(self) -> tuple[int, int, int, int]:
         """(first slot's blocks, its flagged words, one slot's blocks to the next, one's words to the next), in bytes."""
-        blocks, pitch, words = map(_aligned, ((BARRIER + 1) * self.signals_bytes, self.slot_bytes, self.flagged_bytes))
+        sizes = ((BARRIER + 1) * self.signals_bytes, self.slot_bytes, self.flagged_bytes)
+        blocks, pitch, words = [-(-nbytes // _ALIGN) * _ALIGN for nbytes in sizes]
         return blocks, blocks + SLOTS * pitch, pitch, words
 
     @cached_property
@@ -86,14 +86,6 @@ def with_room(slot_bytes: int) -> int:
     return -(-slot_bytes // step) * step
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-_MOST_CALLS = 256  # kinds of calls that a slot remembers
-_PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
-
-
 class Counters:
     """What the kernels of one product count, int64 words on the device, in the order of kernels/signal_words.py."""
 
@@ -106,11 +98,10 @@ class Counters:
 
 
 class Slot:
-    """One slot as this rank sees it, and as it sees the peers'."""
+    """One slot as this rank sees it, and as it sees the peers'. views: of every rank's heap."""
 
-    def __init__(self, heap: SymmetricHeap, layout: Layout, index: int, rank: int, device: torch.device) -> None:
+    def __init__(self, views: list[torch.Tensor], layout: Layout, index: int, rank: int, device: torch.device) -> None:
         world, has_blocks = layout.world_size, index != BARRIER
-        views = [heap.view(peer) for peer in range(world)]
         start, size = layout.offset(index), layout.slot_bytes * has_blocks
         self.memory = [view[start : start + size] for view in views]
         start, size = index * layout.signals_bytes, layout.signals_bytes
@@ -134,7 +125,7 @@ class Slot:
         self.counters = Counters(self.counted)  # reset when the epoch advances
         # of kernels that send everything themselves: at their end they reset these, and advance the epoch that no copy sends
         self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
-        self.calls: BoundedCache[Hashable, Call] = BoundedCache(_MOST_CALLS)
+        self.calls: BoundedCache[Hashable, Call] = BoundedCache()
 
 
 class Call:
@@ -158,16 +149,18 @@ class Call:
         self.rank, self.world_size, self.abort = waits.rank, waits.world_size, waits.abort
         self._shape, self._dtype, self._block_size = shape, dtype, shape.numel()
         self.peers = targets(Topology(1, self.world_size, self.rank))
-        pieces = self.world_size * chunks
-        self.launches = LaunchCache(waits.launcher, pieces)
+        self._launcher = waits.launcher
         # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
-        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache(
-            _MOST_CALLS + _PLANS_OF_A_CALL * pieces
-        )
+        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache()
         self.next_epoch = partial(waits.next_epoch, self)
         self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
         self.wait_for_all = partial(waits.wait, self, 0, self.world_size)
         self.receive, self.barrier = partial(waits.receive, self), partial(waits.barrier, self)
+
+    @cached_property
+    def launches(self) -> LaunchCache:
+        """Its kernels' launches."""
+        return LaunchCache(self._launcher)
 
     @cached_property
     def blocks(self) -> torch.Tensor:

@@ -214,7 +214,7 @@ def find_nodes(
     sample = new_sample(device)
     try:
         places = agreement.exchange((settings, sample.told), what, kind="first call of a group")
-        mine = tuple(rank for rank, (_, told) in enumerate(places) if sample.reaches(told))
+        mine = tuple([rank for rank, (_, told) in enumerate(places) if sample.reaches(told)])
         found = read(max(1, world // (node_ranks or max(1, len(mine))))) if rank == 0 else None
         answers = agreement.exchange((mine, found), _COMPARE)  # and every peer has looked before it is closed
     finally:
@@ -236,11 +236,12 @@ def find_nodes(
 def nodes_error(reached: Sequence[tuple[int, ...]], device_type: str) -> str | None:
     """What is wrong with the nodes of a group, or None. reached: of each rank the ranks whose memory it can map, itself too."""
     for rank, ranks in enumerate(reached):
-        other = next((peer for peer in ranks if reached[peer] != ranks), None)
-        if rank not in ranks or other is not None:
+        others = [peer for peer in ranks if reached[peer] != ranks]
+        if rank not in ranks or others:
+            other = others[0] if others else rank
             return (
                 f"rank {rank} of the group can map the memory of ranks {_listed(ranks)}, but rank "
-                f"{rank if other is None else other} that of {_listed(reached[rank if other is None else other])}; in a node "
+                f"{other} that of {_listed(reached[other])}; in a node "
                 f"every rank maps every other: {_REMEDIES[device_type]}, or use method='collective'"
             )
     nodes = list(dict.fromkeys(reached))
@@ -250,7 +251,7 @@ def nodes_error(reached: Sequence[tuple[int, ...]], device_type: str) -> str | N
             f"(--nproc-per-node, --ntasks-per-node), choose a tensor-parallel size that fills nodes evenly, or use "
             f"method='collective'"
         )
-    if any(ranks != tuple(range(ranks[0], ranks[0] + len(ranks))) for ranks in nodes):
+    if [rank for ranks in nodes for rank in ranks] != list(range(len(reached))):
         return (
             f"the group's ranks are not numbered node by node: {_all_listed(nodes)}; make the group of ranks that follow each "
             f"other in their node, or use method='collective'"

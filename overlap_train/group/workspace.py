@@ -81,13 +81,14 @@ class Workspace:
 
     def __init__(self, heap: SymmetricHeap, layout: Layout, device: torch.device, waits: BoundedWaits) -> None:
         self._waits = waits
-        self.slots = [self._slot(heap, layout, index, device) for index in range(SLOTS)]
-        barrier = self._slot(heap, layout, BARRIER, device)
+        *self.slots, barrier = self._new_slots(heap, layout, device)
         self._barrier_call = self._new_call(barrier, torch.Size([0]), torch.int64, 1)
         self.use = SlotUse()
 
-    def _slot(self, heap: SymmetricHeap, layout: Layout, index: int, device: torch.device) -> Slot:
-        return Slot(heap, layout, index, self._waits.rank, device)
+    def _new_slots(self, heap: SymmetricHeap, layout: Layout, device: torch.device) -> list[Slot]:
+        """SLOTS of them, and that of the barrier."""
+        views = [heap.view(peer) for peer in range(layout.world_size)]
+        return [Slot(views, layout, index, self._waits.rank, device) for index in range(BARRIER + 1)]
 
     def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
         return Call(self._waits, slot, block_shape, dtype, chunks)

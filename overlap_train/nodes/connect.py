@@ -14,7 +14,7 @@ from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
 from ..group.domain import barrier
 from ..group.signals import FaultRecord, Tag, has_arrived, poll
-from ..group.slots import Call, Layout, Slot
+from ..group.slots import BARRIER, Call, Layout, Slot
 from ..group.span import OneNode
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
@@ -70,8 +70,8 @@ class NodeWorkspace(Workspace):
 
     _waits: NodeWaits
 
-    def _slot(self, heap: SymmetricHeap, layout: Layout, index: int, device: torch.device) -> Slot:
-        return NodeSlot(heap, layout, index, self._waits.topology, device)
+    def _new_slots(self, heap: SymmetricHeap, layout: Layout, device: torch.device) -> list[Slot]:
+        return [NodeSlot(heap, layout, index, self._waits.topology, device) for index in range(BARRIER + 1)]
 
     def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
         assert isinstance(slot, NodeSlot)

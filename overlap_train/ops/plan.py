@@ -39,9 +39,10 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels. chunks: of each block. legs: what
-    this rank sends. sources: the other ranks in the order in which their blocks arrive. other_sms: the SMs that what another
-    group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while its result leaves.
+    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its
+    own. chunks: of each block. legs: what this rank sends. sources: the other ranks in the order in which their blocks arrive.
+    other_sms: the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while
+    its result leaves.
     """
 
     kind: Kind
@@ -129,9 +130,10 @@ class Planner:
         if choice.how.chunks:  # these rows may not divide into as many as were measured
             choice = choice.by(chunks=chunks)
         kernels = _kernels(kind, choice, pass_, device, w)
-        tile = HOPPER_TILE if kernels == HOPPER else portable_tile(pass_.dtype, device)
-        route, order = self.legs(kind, chunks, tiled=choice.method == "fused"), sources(self.topology, kind)
-        return EnginePlan(kind, choice.method, choice.reason, choice.how, kernels, tile, chunks, route, order)
+        tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
+        how, order = choice.how, sources(self.topology, kind)
+        route = self.legs(kind, chunks, tiled=how.name == "fused")
+        return EnginePlan(kind, how.name, choice.reason, how, kernels, tile, chunks, route, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
@@ -159,7 +161,7 @@ def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> P
 
 
 def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
-    if not Method(choice.method).multiplies:
+    if not choice.how.multiplies:
         return LIBRARY
     readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
         device, pass_.dtype, pass_.row_features, 0

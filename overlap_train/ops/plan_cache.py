@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from .launch import is_interpreted
 from .plan import Plan, barrier_first, make_plan, why_not, why_not_across_nodes
 from .spec import OperatorSpec, autocast_error
 
-_MOST_NAMES = 4096  # linears of one shape
-_MOST_PLANS = 1024
+if TYPE_CHECKING:
+    from .autotune import AutotuneRuns
+
 _CONFIGS = (OverlapConfig, type(None))
 Scope = AbstractContextManager[None]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
@@ -46,7 +48,7 @@ def tags_of(plan: Plan, name: str, meaning: tuple[str, ...]) -> PassTags:
     """The tags of a linear. Methods are not in them: ranks have agreed on these already."""
     what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
     short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
-    fprop, dgrad, wgrad = (Tag(f"{name}/{part}", what) for part in ("fprop", "dgrad", "wgrad"))
+    fprop, dgrad, wgrad = Tag(f"{name}/fprop", what), Tag(f"{name}/dgrad", what), Tag(f"{name}/wgrad", what)
     return PassTags(fprop, dgrad, wgrad, (f"{short}/fprop", f"{short}/dgrad", f"{short}/wgrad"))
 
 
@@ -95,9 +97,7 @@ class Planned:
     domain: OverlapDomain
     plan: Plan
     trains: bool = True
-    _ops: BoundedCache[tuple[str, tuple[str, ...]], PlannedOp] = field(
-        default_factory=lambda: BoundedCache(_MOST_NAMES)
-    )
+    _ops: BoundedCache[tuple[str, tuple[str, ...]], PlannedOp] = field(default_factory=BoundedCache)
     _concurrent: dict[int, Planned] = field(default_factory=dict)  # by SMs
 
     @property
@@ -170,16 +170,20 @@ class PlanCache:
     """
 
     def __init__(self, domain: OverlapDomain, measured: Table) -> None:
-        from .autotune import AutotuneRuns
-
         self.domain, self.table = domain, measured
-        self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_PLANS)
-        self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_PLANS)
-        self.before: BoundedCache[tuple[object, ...], Request] = BoundedCache(_MOST_PLANS)
-        self.handles: BoundedCache[str, tuple[tuple[object, ...], PlannedOp]] = BoundedCache(_MOST_NAMES)
-        self.runs = AutotuneRuns(domain)
+        self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache()
+        self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache()
+        self.before: BoundedCache[tuple[object, ...], Request] = BoundedCache()
+        self.handles: BoundedCache[str, tuple[tuple[object, ...], PlannedOp]] = BoundedCache()
         # By the TP group of calls that exchange in this domain: what ulysses/groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
+
+    @cached_property
+    def runs(self) -> AutotuneRuns:
+        """The autotune runs of the domain."""
+        from .autotune import AutotuneRuns
+
+        return AutotuneRuns(self.domain)
 
     @classmethod
     def of_group(cls, domain: OverlapDomain, name: str) -> PlanCache:

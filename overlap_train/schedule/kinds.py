@@ -25,6 +25,8 @@ class Kind(StrEnum):
     reduces: bool  # adds partial sums of all ranks, by a reduce-scatter
     sums_blocks: bool  # each output is a sum over the blocks of all ranks
     splits_columns: bool  # each rank gets its columns of the output
+    engine: Kind  # of the engine that runs it
+    dgrad: Kind  # of the input gradient of a linear whose forward pass it is
 
     GATHER = "gather", True, False
     SCATTER = "scatter", False, False
@@ -40,21 +42,14 @@ class Kind(StrEnum):
         kind.sums_blocks, kind.splits_columns = receives and exchanges, exchanges and not receives
         return kind
 
-    @property
-    def engine(self) -> Kind:
-        """The kind of the engine that runs it."""
-        return Kind.SCATTER if self.reduces else self
 
-    @property
-    def dgrad(self) -> Kind:
-        """The kind of the input gradient of a linear whose forward pass is of this kind."""
-        return _DGRAD[self]
-
-
-_DGRAD = {
-    Kind.GATHER: Kind.SCATTER_AND_WGRAD,
-    Kind.SCATTER: Kind.GATHER,
-    Kind.SCATTER_AND_WGRAD: Kind.GATHER,
-    Kind.A2A_GEMM: Kind.GEMM_A2A,
-    Kind.GEMM_A2A: Kind.A2A_GEMM,
-}
+for _kind in Kind:
+    _kind.engine = Kind.SCATTER if _kind.reduces else _kind
+for _kind, _dgrad in (
+    (Kind.GATHER, Kind.SCATTER_AND_WGRAD),
+    (Kind.SCATTER, Kind.GATHER),
+    (Kind.SCATTER_AND_WGRAD, Kind.GATHER),
+    (Kind.A2A_GEMM, Kind.GEMM_A2A),
+    (Kind.GEMM_A2A, Kind.A2A_GEMM),
+):
+    _kind.dgrad = _dgrad

@@ -127,7 +127,7 @@ def choose(
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
         choice = untuned(pass_, system, nodes)
-    return replace(choice, how=with_options(choice.method, pass_, system, winner, nodes))
+    return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
 def winner_of(pass_: Pass, device: torch.device | System, table: Table, nodes: int) -> Winner | None:

@@ -150,7 +150,7 @@ class Table:
 
     def find(self, pass_: Pass) -> Winner | None:
         """The winner for a pass, or None."""
-        return self.winners.get(pass_.bucket)
+        return self.winners.get(pass_.bucket) if self.winners else None
 
 
 UNTUNED = Table({})

@@ -88,16 +88,16 @@ def strips_to_spare(pass_: Pass, system: System, splits: bool = False) -> int:
 
 def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
     """Into how many chunks each block is cut: as measured, else as a rule says."""
-    system = System.of(device)
-    m_shard, on_gpu = max(1, pass_.m // pass_.world), system.type == "cuda"
-    row_bytes = pass_.row_features * pass_.dtype.itemsize
+    m_shard = max(1, pass_.m // pass_.world)
     if how.chunks:
         return equal_chunks(m_shard, how.chunks)
     if not how.multiplies or how.whole:
         return 1
+    system, on_gpu = System.of(device), device.type == "cuda"
     spare = strips_to_spare(pass_, system, how.split_reduction)
     if how.name == "direct":
         return direct_chunk_count(m_shard, on_gpu, spare)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
     most = 8 if pass_.kind.sums_blocks else 4
+    row_bytes = pass_.row_features * pass_.dtype.itemsize
     return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)

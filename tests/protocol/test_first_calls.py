@@ -22,6 +22,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
+from overlap_train.cache import BoundedCache
 from overlap_train.group.registry import made_domain
 from overlap_train.ops import plan_cache as plan_book
 from tests.processes import run_ranks, values
@@ -58,9 +59,7 @@ def test_80_layers_of_one_shape_agree_once() -> None:
 
 
 def _many_lengths(rank: int, world: int) -> tuple[int, int]:
-    from overlap_train.group import slots as slot
-
-    plan_book._MOST_PLANS = slot._MOST_CALLS = 2  # of this process; at most twice that is kept
+    BoundedCache.most = 2  # of this process; at most twice that is kept
     for rows in [*range(1, 11), *range(1, 11)]:
         y = _column(OverlapConfig(method="chunked"), rows=rows)
         assert bool((y == 8).all())
