@@ -1,7 +1,7 @@
 # Every target makes the environment that it needs (launch/bootstrap.sh) and uses this machine's GPUs if it has any.
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-recipes test-launch test-nodes test-gpu test-other lint types imports format docs
+.PHONY: help train test test-recipes test-launch test-nodes test-gpu test-other mutants lint types imports format docs
 SHELL := /bin/bash
 
 python := .venv/bin/python
@@ -42,6 +42,10 @@ test-other: ## the suite's fast part on the other Python and Megatron-Core
 	$(bootstrap) other
 	@if [ ! -x .venv-other/bin/python ]; then echo "make test-other: skipped, see the line above"; else \
 	  $(subst $(python),.venv-other/bin/python,$(pytest)) tests/unit tests/megatron tests/recipes -m "not slow" $(TEST_ARGS); fi
+
+mutants: ## change FILE in every way that cosmic-ray knows, and print what TESTS do not notice (FILE=... TESTS="tests/...")
+	$(bootstrap) main
+	launch/mutants.sh $(python) $(FILE) $(TESTS)
 
 lint: ## ruff, mypy over the public API, import-linter for the layers
 	$(bootstrap) main
