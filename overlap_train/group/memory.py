@@ -147,42 +147,43 @@ def ask(agreement: Agreement, mine: FirstCall, what: str) -> list[FirstCall]:
         if mine.problem is None:
             raise
         raise ValueError(mine.problem) from unheard  # peers that are in a call that they know do not ask
-    compare(agreement.rank, said)
+    _compare(agreement, said)
     return said
 
 
-def compare(rank: int, all_ranks: Sequence[FirstCall]) -> None:
-    """Check that all ranks say the same and none has a problem. rank: this one.
+def _compare(agreement: Agreement, all_ranks: Sequence[FirstCall]) -> None:
+    """Check that all ranks say the same and none has a problem.
 
     Raises:
         ValueError: they do not; on every rank.
     """
     for number, said in enumerate(all_ranks):
         if said.problem is not None:
-            raise ValueError(said.problem if number == rank else f"{said.problem} (on rank {number} of the group)")
-    mine = all_ranks[rank]
+            whose = "" if number == agreement.rank else f" (on rank {number} of {agreement.called})"
+            raise ValueError(said.problem + whose)
+    mine = all_ranks[agreement.rank]
     for number, theirs in enumerate(all_ranks):
-        difference = _difference(mine, theirs, number)
+        difference = _difference(mine, theirs, f"rank {number} of {agreement.called}")
         if difference is not None:
             raise ValueError(f"{mine.name}: {difference}")
 
 
-def _difference(mine: FirstCall, theirs: FirstCall, rank: int) -> str | None:
-    """Where this rank and rank `rank` differ, in words with a way out, or None."""
+def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
+    """Where this rank and another one differ, in words with a way out, or None. whose: "rank 1 of the group"."""
     if theirs.request != mine.request:
         return (
-            f"this rank has {mine.request.operator} of {mine.request.what}, rank {rank} of the group has {theirs.name}: "
+            f"this rank has {mine.request.operator} of {mine.request.what}, {whose} has {theirs.name}: "
             f"{theirs.request.operator} of {theirs.request.what}; all ranks of a group must call the same operator with the same "
             f"shapes and dtype; where they have different numbers of rows, pad them to the largest"
         )
     if theirs.terms != mine.terms:
         return (
-            f"this rank has {mine.terms}, rank {rank} of the group has {theirs.terms}; all ranks of a group need the same "
+            f"this rank has {mine.terms}, {whose} has {theirs.terms}; all ranks of a group need the same "
             f"OverlapConfig, the same trained operands, and nvshmem4py installed on all or none"
         )
     if theirs.name != mine.name:
         return (
-            f"rank {rank} of the group calls it {theirs.name!r}; a call has the same name= on all ranks, which recognise each "
+            f"{whose} calls it {theirs.name!r}; a call has the same name= on all ranks, which recognise each "
             f"other's calls by it"
         )
     return None

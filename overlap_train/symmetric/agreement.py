@@ -77,8 +77,11 @@ class Agreement:
     """What the ranks of one group exchange outside the hot path. All of them call the same methods in the same order.
 
     call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s, at least two
-    minutes. The doctor, whose report comes before, sets it.
+    minutes. The doctor, whose report comes before, sets it. called: the group in errors; where a call has two, the argument that
+    it is.
     """
+
+    called = "the group"
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
         self.group, self.timeout_s, self.call_s = group, timeout_s, call_s
@@ -108,8 +111,8 @@ class Agreement:
         for rank, (their_kind, theirs, _) in enumerate(found):
             if their_kind != kind:
                 raise OverlapMismatchError(
-                    f"{what}: rank {self.rank} is here, but rank {rank} of the group is in: {theirs}; all ranks of a group must "
-                    f"make the same calls, with the same shapes, in the same order"
+                    f"{what}: rank {self.rank} is here, but rank {rank} of {self.called} is in: {theirs}; all ranks of a group "
+                    f"must make the same calls, with the same shapes, in the same order"
                 )
         return [value for *_, value in found]
 
@@ -218,7 +221,7 @@ class Agreement:
     def _missing(self, keys: list[str]) -> str:
         """Who has not come, in words; empty: all have."""
         late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of the group" if late else ""
+        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.called}" if late else ""
 
 
 def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:

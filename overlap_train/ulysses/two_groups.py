@@ -28,7 +28,6 @@ All ranks of both groups must agree. Each group compares its own part: the TP ra
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -224,7 +223,7 @@ def refuse_in_both(
     product: the operator of the TP group. A group that knows its operator is not asked (call_plan.refuse): its ranks may be in a
     call that they know. Once both do, this rank raises alone.
     """
-    tensor, ulysses = (domain_of(group, config, device) for group in (groups.tensor, groups.ulysses))
+    ulysses, tensor = _domains(groups, config, device)
     tensor_knows, ulysses_knows = _knows(tensor, product), _knows(ulysses, ALL_TO_ALL)
     if tensor_knows and ulysses_knows:
         raise ValueError(wrong)
@@ -234,7 +233,7 @@ def refuse_in_both(
         try:
             cache_of(tensor, name).refuse(wrong, product, name)
         except ValueError as refused:
-            wrong = of_tensor(refused)
+            wrong = str(refused)
     cache_of(ulysses, name).refuse(wrong, ALL_TO_ALL, name)
 
 
@@ -243,9 +242,11 @@ def _knows(domain: OverlapDomain, spec: OperatorSpec) -> bool:
     return book is not None and book.knows(spec)
 
 
-def of_tensor(refused: Exception) -> str:
-    """What was refused in the TP group, in words for the ranks of the Ulysses group, which is "the group" there."""
-    return re.sub(r"\brank (\d+) of the group", r"rank \1 of tp_group", str(refused))
+def _domains(groups: Groups, config: OverlapConfig | None, device: torch.device) -> tuple[OverlapDomain, OverlapDomain]:
+    """Those of the Ulysses group and of the TP group, whose errors the ranks of the other one hear, too."""
+    ulysses, tensor = (domain_of(group, config, device) for group in (groups.ulysses, groups.tensor))
+    tensor.agreement.called = "tp_group"
+    return ulysses, tensor
 
 
 def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.device, name: str) -> tuple[int, int]:
@@ -254,7 +255,7 @@ def nodes_of_groups(groups: Groups, config: OverlapConfig | None, device: torch.
 
     The same on all ranks of both groups, which communicate at their first call.
     """
-    ulysses, tensor = (cache_of(domain_of(group, config, device), name) for group in (groups.ulysses, groups.tensor))
+    ulysses, tensor = (cache_of(domain, name) for domain in _domains(groups, config, device))
     if groups.tensor not in ulysses.nodes_with:
         ulysses.nodes_with[groups.tensor] = _agreed((ulysses.domain, tensor.domain), name)
     return ulysses.nodes_with[groups.tensor]
@@ -379,6 +380,7 @@ def _linear(
     parts, places = [], sizes.parts(_settings(x, groups, terms))
     terms = terms if len(places) == 1 else terms.in_parts(sizes.positions)
     config, name, meaning = terms.config, terms.name, terms.meaning
+    _domains(groups, config, x.device)
     nodes = nodes_of_groups(groups, config, x.device, name) if x.is_cuda else (1, 1)  # gloo carries both
     for first, last in places:
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
@@ -386,7 +388,7 @@ def _linear(
             multiplies = product(last - first)
         except (ValueError, OverlapMismatchError) as refused:
             # On all ranks of tp_group. Those of group hear of it where they agree on the exchange.
-            plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name, problem=of_tensor(refused))
+            plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name, problem=str(refused))
             raise
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
         apart = why_not_together(exchanges.plan, multiplies.plan, nodes)
