@@ -21,12 +21,13 @@ from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan
 from ..schedule.order import Topology
 from ..select.sm_budget import SmBudget, in_words
+from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
 from ..symmetric.host import Offer, Place
 from .engines import InterNodeEngine
 from .gloo import GlooTransport, HostEngine
-from .measure import connect, settle
+from .measure import connect
 from .nccl import NcclEngine, NcclTransport
 from .nvshmem import PUT_GBS, NvshmemEngine, NvshmemPuts
 from .slots import NodeCall, NodeSlot
@@ -185,11 +186,9 @@ class SeveralNodes(OneNode):
         return SmBudget(self.domain.topology.local, config.network_sms, config.reduce_sms)
 
     def _sms_of_sums(self, wire_gbs: float, network: int) -> int:
-        """The SMs of the sum of a node, beside NCCL's `network`. Collective. Rank 0 prints what all communication holds."""
-        domain, topology = self.domain, self.domain.topology
-        asked, most = domain.config.reduce_sms, self._budget.for_sums(network)
-        sms = settle(domain.agreement, topology, domain.device, wire_gbs, asked, most)
-        say_on_rank_0(domain.rank, in_words(network, sms if topology.local > 1 else 0))
+        """The SMs of the sum of a node, beside NCCL's `network`. Rank 0 prints what all communication holds."""
+        sms = self._budget.for_sums(network, wire_gbs, System.of(self.domain.device).sum_sm_gbs)
+        say_on_rank_0(self.domain.rank, in_words(network, sms))
         return sms
 
     def new_memory(self, layout: Layout, offer: Offer | None, all_told: list[Place]) -> tuple[SymmetricHeap, Workspace]:

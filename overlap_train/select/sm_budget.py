@@ -1,14 +1,16 @@
 """How many SMs communication between nodes of GPUs may hold.
 
-One rule for groups, which measure what they need (nodes/connect.py), and for estimates, which reckon with all (cost.py).
+One rule for groups, which measure what NCCL needs (nodes/connect.py), and for estimates, which reckon with all (nodes/choice.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MOST_SMS = 16  # for NCCL, sums of a node and waits together: with 16 of 132 fewer a product takes 14 % longer at most
 WAIT_SMS = 1  # EnginePlan.wait_sms
+_SHARED = 0.9  # of what one SM alone adds, each of several does: 9 of an H100 reach 493 GB/s, one 61
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,16 @@ class SmBudget:
         left = MOST_SMS - WAIT_SMS - (self.reduce_sms if self.local > 1 else 0)
         return max(2, left - left % 2)
 
-    def for_sums(self, network: int) -> int:
-        """Those of sums, beside NCCL's `network`: at least half of all, as if no setting gave NCCL more than its half."""
-        return self.reduce_sms or max(MOST_SMS // 2 - WAIT_SMS, MOST_SMS - WAIT_SMS - network)
+    def for_sums(self, network: int, wire_gbs: float, sm_gbs: float) -> int:
+        """Those of sums, beside NCCL's `network`: the fewest with which a sum is made as fast as the network takes it.
+
+        For each byte that crosses, a sum reads all partials and writes the total. Sums may have half of all SMs, as if no setting
+        gave NCCL more than its half. wire_gbs: of the network. sm_gbs: that one SM reads and writes.
+        """
+        if self.local == 1 or self.reduce_sms:
+            return self.reduce_sms
+        needed = math.ceil((self.local + 1) * wire_gbs / (_SHARED * sm_gbs))
+        return min(max(1, needed), max(MOST_SMS // 2 - WAIT_SMS, MOST_SMS - WAIT_SMS - network))
 
 
 def in_words(network: int, sums: int) -> str:
@@ -44,9 +53,3 @@ def in_words(network: int, sums: int) -> str:
     limit = f"at most {MOST_SMS}" if total <= MOST_SMS else f"more than {MOST_SMS}, by network_sms or reduce_sms"
     parts = f"NCCL {network}, sums of a node {sums}, waits {WAIT_SMS}"
     return f"communication between nodes holds {total} SMs ({limit}): {parts}"
-
-
-def node_sum_gbs(local: int, wire_gbs: float) -> float:
-    """GB/s that the sum of a node of `local` ranks has to read and write to be as fast as a network of wire_gbs: all partials,
-    and the total, for each byte that crosses."""
-    return (local + 1) * wire_gbs

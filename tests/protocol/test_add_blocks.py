@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 
 from overlap_train.kernels.add_blocks import add_blocks_kernel
-from overlap_train.nodes import measure as bursts
-from overlap_train.nodes import measure as node_sums
 
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 5])
@@ -42,21 +37,3 @@ def test_the_bits_do_not_depend_on_the_number_of_programs(dtype: torch.dtype) ->
     for block in order:
         by_hand = by_hand + received[block].float()
     assert all(torch.equal(y, by_hand.to(dtype)) for y in found)
-
-
-def test_the_probe_adds_all_blocks_and_counts_what_is_read_and_written() -> None:
-    """Three blocks of 680 bytes are read, one is written, eight times a burst; the best of four bursts counts."""
-    probe, times = (
-        node_sums.SumProbe(torch.device("cpu"), 3, nbytes=2040),
-        iter((0.0, 9.0, 10.0, 10.9, 11.0, 11.7, 12.0, 12.8, 13.0, 13.5)),
-    )
-    for block, part in enumerate((probe._own, *probe._received)):
-        part.fill_(1 << block)
-    stream = SimpleNamespace(synchronize=lambda: None)
-    with (
-        mock.patch.object(bursts.time, "perf_counter", side_effect=times),
-        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
-    ):
-        gbs = probe.gbs(2)
-    assert gbs == pytest.approx(8 * 4 * 680 / 0.5e9)
-    assert probe.total.numel() == 340 and bool((probe.total == 7).all())

@@ -14,6 +14,7 @@ from overlap_train.group.slots import Layout
 from overlap_train.nodes import SeveralNodes, connect
 from overlap_train.nodes.engines import InterNodeEngine
 from overlap_train.schedule.order import Topology
+from overlap_train.select.system import H200
 
 GPU, TWO_BY_TWO = torch.device("cuda", 0), Topology(2, 2, 3)
 
@@ -59,45 +60,35 @@ def test_the_engine_takes_new_memory_before_any_peer_sends(network: str, staging
     assert attach.call_args_list == ([mock.call("memory", layout.nbytes)] if staging else [])
 
 
-def made_engine(name: str, **settings: Any) -> tuple[Any, Any]:
-    """The class of the engine that is made, and what settled the SMs of sums: 5 of them. NCCL carries 30 GB/s on six."""
-    where = across(**settings)
-    with (
-        mock.patch.object(connect, name) as engine,
-        mock.patch.object(connect, "connect", return_value=(mock.Mock(sms=6), 30.0)),
-        mock.patch.object(connect, "Blas"),
-        mock.patch.object(connect, "settle", return_value=5) as settle,
-    ):
-        assert where.engine() is engine.return_value
-    return engine, settle
-
-
 @pytest.mark.parametrize(
-    ("name", "settings", "gbs", "asked", "most"),
+    ("name", "settings", "nccl", "sums"),
     [
-        ("NcclEngine", {}, 30.0, 0, 9), ("NcclEngine", {"reduce_sms": 7}, 30.0, 7, 7),
-        ("NvshmemEngine", {"network": "nvshmem"}, 50.0, 0, 15),
+        ("NcclEngine", {}, 6, 2), ("NcclEngine", {"reduce_sms": 7}, 6, 7),
+        ("NvshmemEngine", {"network": "nvshmem"}, 0, 3),
     ],
 )  # fmt: skip
 def test_sums_get_the_sms_that_keep_up_with_the_network(
-    name: str, settings: dict[str, Any], gbs: float, asked: int, most: int, capsys: pytest.CaptureFixture[str]
+    name: str, settings: dict[str, Any], nccl: int, sums: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And what NCCL leaves of what communication may hold, which is printed. A rank without NVSHMEM is not stopped here: the
-    others hear of it where ranks agree."""
-    with mock.patch.dict("sys.modules", {"nvshmem": None}):
-        engine, settle = made_engine(name, **settings)
-    found = (5, gbs) if name == "NcclEngine" else (5,)  # NVSHMEM's network is not measured
-    assert engine.call_args.args[5:] == found and settle.call_args.args[1:] == (TWO_BY_TWO, GPU, gbs, asked, most)
-    nccl = 6 if name == "NcclEngine" else 0
-    said = f"holds {nccl + 5 + 1} SMs (at most 16): NCCL {nccl}, sums of a node 5, waits 1\n"
+    """Which is printed. NCCL carries 30 GB/s on six SMs. A rank without NVSHMEM is not stopped here: the others hear of it where
+    ranks agree."""
+    where = across(**settings)
+    with (
+        mock.patch.dict("sys.modules", {"nvshmem": None}),
+        mock.patch.object(connect, name) as engine,
+        mock.patch.object(connect, "connect", return_value=(mock.Mock(sms=6), 30.0)),
+        mock.patch.multiple(connect, Blas=mock.DEFAULT, System=mock.Mock(of=lambda device: H200)),
+    ):
+        assert where.engine() is engine.return_value
+    assert engine.call_args.args[5] == sums
+    said = f"holds {nccl + sums + 1} SMs (at most 16): NCCL {nccl}, sums of a node {sums}, waits 1\n"
     assert capsys.readouterr().err == f"overlap_train: communication between nodes {said}"
 
 
-@pytest.mark.parametrize("step", ["settle", "Blas", "NcclEngine"])
+@pytest.mark.parametrize("step", ["Blas", "NcclEngine"])
 def test_nodes_are_disconnected_where_the_engine_cannot_be_made(step: str) -> None:
     where, nccl = across(), mock.Mock(sms=6)
-    steps = {name: mock.Mock() for name in ("settle", "Blas", "NcclEngine")}
-    steps["settle"].return_value = 5
+    steps = {"Blas": mock.Mock(), "NcclEngine": mock.Mock(), "System": mock.Mock(of=lambda device: H200)}
     steps[step].side_effect = RuntimeError("rank 1")
     with (
         mock.patch.multiple(connect, connect=mock.Mock(return_value=(nccl, 30.0)), **steps),
