@@ -82,7 +82,7 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
     """The setting of a model under which no linear can overlap."""
     alone = config.tensor_model_parallel_size == 1
     if alone and not has_ulysses(config):
-        wanted = "2 or more, or use Ulysses (--context-parallel-size 2 --cp-comm-type a2a)"
+        wanted = "2 or more, or use Ulysses (context_parallel_size=2, cp_comm_type='a2a')"
         return _setting(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", wanted)
     if not alone and not config.sequence_parallel:
         rule = "overlap hides all-gather and reduce-scatter, which Megatron uses under sequence parallelism only"

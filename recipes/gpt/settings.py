@@ -22,6 +22,7 @@ from overlap_train.flags import (
     add_options,
     from_args,
     option,
+    option_fields,
     positive_float,
     positive_int,
     positive_int_or_0,
@@ -185,8 +186,10 @@ def read_flags(
     return settings, overlap
 
 
-def resolve(settings: Settings, ranks: int) -> Settings:
+def resolve(settings: Settings, ranks: int, options: Any = Settings) -> Settings:
     """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks.
+
+    options: the dataclass whose flags the program has.
 
     Raises:
         RecipeError: a rule is broken; the text names flag, value, rule and way out.
@@ -195,15 +198,16 @@ def resolve(settings: Settings, ranks: int) -> Settings:
     warm_up = min(settings.lr_warmup_iters, settings.train_iters // 4)
     tp = settings.tp or math.gcd(left, settings.num_query_groups)
     settings = replace(settings, tp=tp, lr_warmup_iters=warm_up)
-    if problem := _problem(settings, ranks) or (settings.cuda_graph and graph_problem(settings)):
+    if problem := _problem(settings, ranks, options) or (settings.cuda_graph and graph_problem(settings)):
         raise RecipeError(problem)
     return settings
 
 
-def _problem(settings: Settings, ranks: int) -> str | None:
-    """Which rule is broken."""
+def _problem(settings: Settings, ranks: int, options: Any) -> str | None:
+    """Which rule is broken, in the words of a program with these flags."""
+    flags = {found.name for found in option_fields(options)}
     if ranks % settings.replica_ranks:
-        sizes = ", ".join(shown(settings, name) for name in ("tp", "cp", "pp"))
+        sizes = ", ".join(shown(settings, name) for name in ("tp", "cp", "pp") if name in flags)
         return f"{sizes}: their product {settings.replica_ranks} does not divide the {ranks} ranks started; change one of them"
     # Ulysses gives every rank whole sequences of an equal part of the heads, and cuts a sequence into two parts for each rank.
     heads, parts = settings.tp * settings.cp, settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
@@ -222,7 +226,9 @@ def _problem(settings: Settings, ranks: int) -> str | None:
         ),
     ):
         if getattr(settings, name) % divisor:
-            return f"{shown(settings, name)} must be a multiple of {divisor}, {why}; change one of them"
+            value = f"{name}={getattr(settings, name)} of --model {settings.model}"
+            value = shown(settings, name) if name in flags else value
+            return f"{value} must be a multiple of {divisor}, {why}; change one of them"
     if settings.save_interval and not settings.save:
         return f"{shown(settings, 'save_interval')} without --save would save nothing; add --save DIR"
     return None

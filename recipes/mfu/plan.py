@@ -131,4 +131,4 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         deterministic=int(plan.bitwise),
         accumulation_fusion=plan.weight_gradient_fusion == "both",
     )
-    return resolve(settings, ranks)
+    return resolve(settings, ranks, Plan)
