@@ -18,16 +18,16 @@ from overlap_train.integrations.megatron.attention import (
     no_exchange,
     why_not_turned,
 )
-from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, comm_type
+from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, comm_type, divides_weights
 from overlap_train.integrations.megatron.linears import (
     LinearOverlap,
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
-    overlap_linear,
     overlapped_forms,
+    turn_linear,
     why_not,
 )
-from overlap_train.integrations.megatron.ulysses_linears import exchange_in, why_no_exchange
+from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms, why_no_exchange
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -128,7 +128,8 @@ class Attentions:
 
     def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
         """Overlap a linear in place, of which `why_not` is None."""
-        (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
+        forms = exchanging_forms(divides_weights(linear)) if self.exchanges(linear) else overlapped_forms()
+        turn_linear(linear, forms[type(linear)], config, slot, name)
 
     def turn(self, timeout_s: float) -> None:
         """Make them Ulysses', with core attentions that are built anew for the heads of one rank. timeout_s: how long their ranks
