@@ -15,10 +15,11 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron.attention import (
     UlyssesSelfAttention,
     core_of_rank,
+    is_asked_for,
     no_exchange,
-    why_not_turned,
+    why_not_ulysses,
 )
-from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, comm_type, divides_weights
+from overlap_train.integrations.megatron.conditions import Problem, divides_weights
 from overlap_train.integrations.megatron.linears import (
     LinearOverlap,
     OverlappedColumnParallelLinear,
@@ -92,19 +93,6 @@ def sharing_attentions(model: Model) -> Iterator[Any]:
         for module in chunk.modules():
             if isinstance(module, Attention) and module.config.context_parallel_size > 1:
                 yield module
-
-
-def is_asked_for(attention: Any) -> bool:
-    return comm_type(attention.config, attention.layer_number) == ULYSSES
-
-
-def why_not_ulysses(attention: Any) -> str | None:
-    """Why an attention under context parallelism is not Ulysses' and cannot become so; None: it is, or can."""
-    if isinstance(attention, UlyssesSelfAttention):
-        return None
-    if not is_asked_for(attention):
-        return f"cp_comm_type={comm_type(attention.config, attention.layer_number)!r} is left to the core attention"
-    return why_not_turned(attention)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,25 +50,15 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
     if sent.is_cuda:
         torch.cuda.current_stream().synchronize()  # what comes before is not this wait's
     work = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
-    late = partial(_say_late, group, timeout_s)
-    if not poll(work.is_completed, timeout_s, late=late):
+    rank, ranks = dist.get_rank(), ", ".join(map(str, dist.get_process_group_ranks(group)))
+    parts = f"for the rotary frequencies or the mask of ranks {ranks} of the job"
+    late = f"Ulysses attention: rank {rank} has waited {timeout_s / 10:.3g} s {parts}; it gives up after timeout_s={timeout_s:g}"
+    if not poll(work.is_completed, timeout_s, late=lambda: warn_user(late)):
         raise OverlapTimeoutError(
-            f"Ulysses attention: rank {dist.get_rank()} waited {timeout_s:g} s for the rotary frequencies or the mask of ranks "
-            f"{_ranks(group)} of the job. One of them is dead, stopped, or in another call; if it is only slow, raise timeout_s "
-            f"(--overlap-train-timeout-s)."
+            f"Ulysses attention: rank {rank} waited {timeout_s:g} s {parts}. One of them is dead, stopped, or in another "
+            f"call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
         )
     work.wait()
-
-
-def _say_late(group: dist.ProcessGroup, timeout_s: float) -> None:
-    warn_user(
-        f"Ulysses attention: rank {dist.get_rank()} has waited {timeout_s / 10:.3g} s for the rotary frequencies or the mask of "
-        f"ranks {_ranks(group)} of the job; it gives up after timeout_s={timeout_s:g}"
-    )
-
-
-def _ranks(group: dist.ProcessGroup) -> str:
-    return ", ".join(map(str, dist.get_process_group_ranks(group)))
 
 
 def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Heads:
