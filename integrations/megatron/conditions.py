@@ -8,7 +8,7 @@ finds the same reason, therefore all of them take the same path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,15 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
         if getattr(config, field, None):
             off = "None" if field in ("fp8", "fp4") else "False"
             return _setting(config, field, rule, f"{off} (leave out {flag})")
+    return None
+
+
+def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:
+    """The first of `rules` (setting, the only value that is possible, why) that a config breaks, in words; None: it obeys all."""
+    for field, wanted, rule in rules:
+        value = getattr(config, field, wanted)
+        if value != wanted:
+            return f"{field}={value!r}: {rule}; set it to {wanted!r}"
     return None
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from overlap_train.group.registry import made_domain
-from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, why_not_ulysses
 from overlap_train.integrations.megatron.conditions import divides_weights, standing_exchange_reason, standing_reason
 from overlap_train.integrations.megatron.in_model import (
     Model,
@@ -31,7 +31,6 @@ from overlap_train.integrations.megatron.in_model import (
     overlapped_linears,
     sharing_attentions,
     slot_of,
-    why_not_ulysses,
 )
 from overlap_train.integrations.megatron.linears import why_not
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of

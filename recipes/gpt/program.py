@@ -12,12 +12,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError, shutdown
 from overlap_train.flags import tell
+from overlap_train.integrations.megatron import missing, run_without_cuda
+
+if TYPE_CHECKING:
+    from gpt.settings import Settings
 
 TALKATIVE = ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel")
 
@@ -35,26 +40,37 @@ def refused_by_rule() -> Iterator[None]:
         raise RecipeError(" ".join(str(error).split())) from error
 
 
-def join_ranks(minutes: float = 10) -> torch.device:
-    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone; returns this rank's device.
+def join_ranks(settings: Settings) -> torch.device:
+    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone, and divide the ranks into
+    Megatron-Core's groups; returns this rank's device.
 
     Raises:
         RecipeError: this node has more ranks than GPUs.
     """
-    how = {"timeout": timedelta(minutes=minutes)}
-    if "RANK" not in os.environ:
-        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if dist.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **how)
-        return torch.device("cpu")
-    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= gpus:
+    if settings.deterministic:  # torch and cuBLAS refuse kernels that add in the order of arrival
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
+        torch.use_deterministic_algorithms(True)
+    on_gpu, gpus = torch.cuda.is_available(), torch.cuda.device_count()
+    local, minutes = int(os.environ.get("LOCAL_RANK", "0")), settings.distributed_timeout_minutes
+    if on_gpu and local >= gpus:
         raise RecipeError(f"rank {local} of this node has no GPU: there are {gpus}; start fewer (--nproc-per-node)")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **how)
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=timedelta(minutes=minutes),
+            device_id=device if on_gpu else None,
+            **alone,
+        )
+    run_without_cuda()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        settings.tp, context_parallel_size=settings.cp, distributed_timeout_minutes=minutes
+    )
     return device
 
 
@@ -66,6 +82,9 @@ def run_program(name: str, work: Callable[[], None]) -> int:
         work()
     except RecipeError as error:
         refusal = str(error)  # without its traceback, which would keep process groups alive
+    except ImportError as error:
+        if (refusal := missing(error)) is None:
+            raise
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
         _abandon(name, str(error))
     except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process itself

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from mfu.names import ONE_METHOD, VARIANTS, baseline_of, is_graph, is_transformer_engine, label_of
-from mfu.plan import Plan
+from mfu.plan import ONE_METHOD, VARIANTS, Plan, baseline_of, is_graph, is_transformer_engine, label_of
 from mfu.run import Measured
 from overlap_train.select.system import system_of
 from overlap_train.tools.measure import results as output
@@ -37,7 +36,7 @@ def step_flops(settings: Settings) -> float:
     hidden, width = settings.hidden_size, settings.head_width
     queries, keys = settings.num_attention_heads * width, settings.num_query_groups * width
     attention = hidden * (queries + 2 * keys) + settings.seq_length * queries + queries * hidden
-    mlp = max(1, settings.experts_per_token) * 3 * hidden * settings.ffn_hidden_size
+    mlp = (settings.moe_router_topk if settings.num_moe_experts else 1) * 3 * hidden * settings.ffn_hidden_size
     tokens = settings.global_batch_size * settings.seq_length
     return 6.0 * tokens * (settings.num_layers * (attention + mlp) + hidden * settings.vocabulary_rows)
 

@@ -15,16 +15,14 @@ from itertools import islice
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 import overlap_train
 from gpt.data import Batch, batches, read_samples
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from gpt.training import GraphedTrainer, Trainer, micro_batches
-from mfu.alone import Wholes, without_communication
-from mfu.names import AGAIN, bare, is_graph, is_transformer_engine
-from mfu.plan import WARM_UP_STEPS, Plan
+from gpt.training import GraphedTrainer, Trainer, micro_batches, per_byte
+from mfu.linears import Wholes, without_communication
+from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, bare, is_graph, is_transformer_engine
 from mfu.variants import adds_in_place, build_variant, obstacle, release_userbuffers
 from overlap_train import OverlapConfig
 from overlap_train.tools.measure.timing import Pace, measure
@@ -57,7 +55,7 @@ class Variant:
 
     def forward_backward_alone(self, _: int = 0) -> None:
         """As forward_backward, without the communication of the linears."""
-        with without_communication(self.trainer.model.bare, self.wholes):
+        with without_communication(self.trainer.bare, self.wholes):
             self.forward_backward()
 
     def capture(self) -> None:
@@ -67,9 +65,7 @@ class Variant:
 
     def losses(self) -> list[float]:
         """Nats per byte of every step, over all replicas and parts of sequences; collective."""
-        totals = torch.stack(self.totals)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return (totals[:, 0] / totals[:, 1]).tolist()
+        return per_byte(torch.stack(self.totals))
 
     def _micro_batches(self, step: int) -> Sequence[Batch]:
         count = micro_batches(self.trainer.settings)
@@ -130,7 +126,7 @@ def start(name: str, measured: Measured, overlap: OverlapConfig, data: Sequence[
     settings = measured.settings
     trainer = build_variant(name, settings, overlap, device)
     wholes = Wholes(settings.tp, adds_in_place(name, settings, overlap))
-    run = Variant(name, trainer, data, fingerprint(trainer.model.bare), wholes)
+    run = Variant(name, trainer, data, fingerprint(trainer.bare), wholes)
     first = next(iter(measured.ran.values()), run)
     if any_rank(not torch.equal(first.start, run.start), device):
         raise RecipeError(f"it did not start from the weights of {first.name}")
@@ -209,7 +205,7 @@ def time_without_communication(plan: Plan, measured: Measured, device: torch.dev
 
 def are_the_same(one: Variant, other: Variant, losses: dict[str, list[float]], device: torch.device) -> bool:
     """Equal losses at every step and equal weights at the end, bitwise and on every rank; collective."""
-    weights = zip(one.trainer.model.bare.parameters(), other.trainer.model.bare.parameters(), strict=True)
+    weights = zip(one.trainer.bare.parameters(), other.trainer.bare.parameters(), strict=True)
     differ = losses[one.name] != losses[other.name] or not all(torch.equal(a, b) for a, b in weights)
     return not any_rank(differ, device)
 

@@ -359,20 +359,3 @@ def test_megatrons_graph_wrapper_brackets_training_that_it_captures_and_its_grap
     hooks.finish()
     hooks.finish()
     assert resets == ["training"] and not any(FullCudaGraphWrapper.cuda_graph.values()), "NCCL would wait for them"
-
-
-@pytest.mark.parametrize(
-    ("changes", "size"),
-    [({}, "1 GiB"), ({"makes": False}, None), ({"seq_length": 8192}, None), ({"reset_attention_mask": True}, None)],
-    ids=str,
-)
-def test_large_masks_that_nobody_needs_are_named(
-    enabled: list[Any], arguments: SimpleNamespace, capsys: pytest.CaptureFixture[str], changes: Any, size: str | None
-):
-    settings = {"seq_length": 32768, "makes": True, **changes}
-    arguments.create_attention_mask_in_dataloader = settings.pop("makes")
-    vars(arguments).update(settings)
-    module = hooked(setup_of_016)
-    module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
-    said = capsys.readouterr().out
-    assert (f"32768 x 32768 ({size})" in said and "--no-create-attention-mask-in-dataloader" in said) == bool(size)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpt.program import RecipeError
-from mfu.names import AGAIN, baseline_of, is_graph
-from mfu.plan import WARM_UP_STEPS, Plan, read_flags, settings_for
+from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, baseline_of, is_graph, read_flags, settings_for
 
 
 def plan(line: str = "") -> Plan:
@@ -73,7 +72,8 @@ def test_what_others_are_compared_with() -> None:
 
 def test_fusion_on_both_sides_is_a_setting_of_all_variants() -> None:
     assert [
-        settings_for(plan(f"--weight-gradient-fusion {who}"), 0, 4).accumulation_fusion for who in ("ours", "both")
+        settings_for(plan(f"--weight-gradient-fusion {who}"), 0, 4).gradient_accumulation_fusion
+        for who in ("ours", "both")
     ] == [False, True]
 
 
