@@ -55,11 +55,10 @@ def test_a_slower_gpu_has_less_to_gain(capsys: pytest.CaptureFixture[str]) -> No
     assert 1.0 < gains["h20"] < gains["h200"]
 
 
-def test_models_and_strategies_may_be_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model, strategy = tmp_path / "mine.json", tmp_path / "two.json"
+def test_a_model_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = tmp_path / "mine.json"
     model.write_text(json.dumps({"based_on": "llama3-8b", "num_layers": 2, "vocab_size": 0}))
-    strategy.write_text(json.dumps({"tp": 2, "seq": 4096}))
-    lines = planned(capsys, "--model", str(model), "--strategy", str(strategy))
+    lines = planned(capsys, "--model", str(model), "--tp", "2", "--seq", "4096")
     assert lines[0].startswith("mine on 2 x h200") and "4096 tokens" in lines[0]
     assert not any(linear == "output" for linear, _ in rows_of(lines))
 

@@ -18,10 +18,9 @@ from ...select.passes import Pass
 from ...select.reach import reach_of
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
-from ..measure.cases import Case
+from ..measure.cases import PASSES, Case
 from ..measure.shapes import LAYERS
-from .inputs import Linear, Strategy
-from .prediction import COLLECTIVE, first_pass, run_us
+from .prediction import COLLECTIVE, run_us
 
 Row = dict[str, Any]
 WORST, MEAN = 0.25, 0.12  # what is aimed at: of one figure, in the mean
@@ -31,7 +30,6 @@ WORST, MEAN = 0.25, 0.12  # what is aimed at: of one figure, in the mean
 class Compared:
     """One figure of a record, estimated and measured. what: a method, or which half of the work alone."""
 
-    record: str
     case: str
     what: str
     estimated_us: float
@@ -50,13 +48,17 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
         ValueError: there is neither, or they cannot be read, or the GPU is not known.
     """
     found: list[Compared] = []
-    for name, of_rows in (("operators.json", _operators), ("layers.json", _layers)):
-        if (folder / name).exists():
-            rows, device = _record(folder / name)
+    for path, of_rows in ((folder / "operators.json", _operators), (folder / "layers.json", _layers)):
+        if path.exists():
+            try:
+                record = json.loads(path.read_text())
+                rows, device = list(record["rows"]), str(record.get("hardware", {}).get("device"))
+            except (OSError, ValueError, KeyError, TypeError) as failure:
+                raise ValueError(f"{path} is no record ({failure}); name a folder that bench wrote") from failure
             on = system or system_of(device)
             if on is None:
                 raise ValueError(f"--check {folder}: recorded on {device!r}, which is not known; add --system")
-            found += of_rows(folder.name, rows, on)
+            found += [replace(one, case=f"{folder.name} {one.case}") for one in of_rows(rows, on)]
     if not found:
         raise ValueError(
             f"--check {folder}: no row of operators.json or layers.json there can be estimated; name a folder that bench wrote"
@@ -64,16 +66,7 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
     return found
 
 
-def _record(path: Path) -> tuple[list[Row], str]:
-    """(rows, GPU)."""
-    try:
-        record = json.loads(path.read_text())
-        return list(record["rows"]), str(record.get("hardware", {}).get("device"))
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        raise ValueError(f"{path} cannot be read as a record ({failure}); name a folder that bench wrote") from failure
-
-
-def _operators(record: str, rows: list[Row], system: System) -> list[Compared]:
+def _operators(rows: list[Row], system: System) -> list[Compared]:
     """Rows of `bench operators`, and of `bench hierarchical` with the network of the record. Each half of the work once a
     shape."""
     found, seen = [], set()
@@ -90,7 +83,7 @@ def _operators(record: str, rows: list[Row], system: System) -> list[Compared]:
                 "comm": (nccl_us(p, system), row["comm_ms"]),
                 "sequence": (_by(COLLECTIVE, p, system, nodes).device_us, row["sequence_ms"]),
             }
-        found += [Compared(record, case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]
+        found += [Compared(case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]
     return found
 
 
@@ -107,33 +100,35 @@ def _network_gbs(row: Row, nodes: int) -> float:
     return p.m // p.world * far * p.row_features * p.dtype.itemsize / row["comm_ms"] / 1e6
 
 
-def _by(method: str, p: Pass, system: System, nodes: int, backward: bool = False) -> Estimate:
+def _by(method: str, p: Pass, system: System, nodes: int) -> Estimate:
+    """An operator with nothing after it."""
     choice = choose(method, p, system, UNTUNED, nodes)
-    how = choice.how if backward or nodes > 1 else alone(choice, p, system).how
-    return reach_of(nodes).estimate(p, how, system, backward)
+    how = choice.how if nodes > 1 else alone(choice, p, system).how
+    return reach_of(nodes).estimate(p, how, system)
 
 
-def _layers(record: str, rows: list[Row], system: System) -> list[Compared]:
+def _layers(rows: list[Row], system: System) -> list[Compared]:
     """Forward and backward of two linears. Attention blocks of Ulysses, which have a core attention, are not estimated."""
     found, seen = [], set()
     for row in (row for row in rows if row["layer"] in LAYERS):
         case, method = f"{row['layer']} s={row['seq']}", row["method"].removesuffix("_graph")
         us = _layer_us(row, method, system, is_graph=method != row["method"])
-        found.append(Compared(record, case, row["method"], us, 1e3 * row["ms"]))
+        found.append(Compared(case, row["method"], us, 1e3 * row["ms"]))
         if case not in seen:
             seen.add(case)
             us = _layer_us(row, COLLECTIVE, system, is_graph=True)
-            found.append(Compared(record, case, "megatron", us, 1e3 * row["megatron_ms"]))
+            found.append(Compared(case, "megatron", us, 1e3 * row["megatron_ms"]))
     return found
 
 
 def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
     """Microseconds of a layer's forward and backward. is_graph: the host takes no part."""
-    layer, strategy = LAYERS[row["layer"]], Strategy(row["world"], row["seq"])
-    linears = (Linear("column", layer.column_n, layer.column_k, True), Linear("row", layer.row_n, layer.row_k, False))
-    firsts = [first_pass(linear, strategy) for linear in linears]
-    passes = [(p, is_backward) for first in firsts for p, is_backward in ((first, False), (first.dgrad, True))]
-    parts = [_by(method, p, system, 1, is_backward) for p, is_backward in passes]
+    layer, parts = LAYERS[row["layer"]], []
+    for op, n, k in (("ag_gemm", layer.column_n, layer.column_k), ("gemm_rs", layer.row_n, layer.row_k)):
+        for pass_ in PASSES:
+            p = Case("", op, pass_, row["seq"], n, k).planned(row["world"], torch.bfloat16)
+            how = choose(method, p, system, UNTUNED).how
+            parts.append(reach_of(1).estimate(p, how, system, backward=pass_ == "dgrad"))
     return sum(part.device_us for part in parts) if is_graph else run_us(parts)
 
 
@@ -148,8 +143,7 @@ def report(compared: Sequence[Compared]) -> list[str]:
     missed = [one for one in compared if abs(one.error) > WORST]
     lines += ["", f"over {WORST:.0%}: {len(missed)} of {len(compared)}"]
     return lines + [
-        f"  {one.record} {one.case} by {one.what}: {one.estimated_us:.0f} us estimated, {one.measured_us:.0f} measured "
-        f"({one.error:+.1%})"
+        f"  {one.case} by {one.what}: {one.estimated_us:.0f} us estimated, {one.measured_us:.0f} measured ({one.error:+.1%})"
         for one in missed
     ]
 

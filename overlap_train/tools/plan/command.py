@@ -6,17 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...flags import Parser, add_options, from_args, option, positive_int
 from ...select.system import SYSTEMS, System
-from ..measure.models import Model
+from ..measure.models import MODELS, TINY, Model
 from ..measure.results import aligned, cell
 from . import check
-from .inputs import OUTPUT, PLANNED_MODELS, STRATEGIES, Strategy, read_model, read_strategy, read_system
-from .prediction import BACKWARD, COLLECTIVE, FORWARD, METHODS, Prediction, Sum, in_layer, predict, total
+from .prediction import COLLECTIVE, METHODS, OUTPUT, Prediction, Strategy, Sum, in_layer, predict, total
 
 _DEFAULT = "h200"  # which was measured
+_PLANNED = {name: model for name, model in MODELS.items() if name != TINY}
 _ABOUT = "Says what overlap brings on a machine that need not be here, by an estimate. Nothing is run on a GPU."
 _GAIN = (
     "gain: of these linears over collective, which is NCCL and cuBLAS without overlap. A whole step gains less: attention,\n"
@@ -27,24 +26,19 @@ _SPANS = (1, 2, 4, 8)  # ranks of one node
 
 @dataclass(frozen=True)
 class Asked:
-    """What `plan` is told. tp, cp, nodes, seq, micro_batch: in place of those of the strategy."""
+    """What `plan` is told."""
 
     system: str = option(
         "", f"one of {', '.join(SYSTEMS)}; without it {_DEFAULT}, or the machine of each record", metavar="NAME"
     )
-    strategy: str = option(
-        "tp4",
-        f"what the five flags below replace: one of {', '.join(STRATEGIES)} (8192 tokens), or a JSON file",
-        metavar="NAME|FILE",
+    model: str = option("llama3-8b", f"one of {', '.join(_PLANNED)}, or a JSON file", metavar="NAME|FILE")
+    tp: int | None = option(
+        None, "tensor-parallel size; without it 4, with --cp 1, with --nodes all GPUs of the nodes", parse=positive_int
     )
-    model: str = option("llama3-8b", f"one of {', '.join(PLANNED_MODELS)}, or a JSON file", metavar="NAME|FILE")
-    tp: int | None = option(None, "tensor-parallel size", parse=positive_int, metavar="N")
-    cp: int | None = option(None, "ranks that share the sequence (Ulysses)", parse=positive_int, metavar="N")
-    nodes: int | None = option(
-        None, "nodes that one group spans; without --tp and --cp it takes all their GPUs", parse=positive_int, metavar="N"
-    )  # fmt: skip
-    seq: int | None = option(None, "sequence length", parse=positive_int, metavar="TOKENS")
-    micro_batch: int | None = option(None, "sequences in one forward call", parse=positive_int, metavar="N")
+    cp: int = option(1, "ranks that share the sequence (Ulysses)", parse=positive_int)
+    nodes: int = option(1, "nodes that one group spans", parse=positive_int)
+    seq: int = option(8192, "sequence length", parse=positive_int, metavar="TOKENS")
+    micro_batch: int = option(1, "sequences in one forward call", parse=positive_int)
     json: str = option("", "write inputs and results to FILE", metavar="FILE")
     check: tuple[str, ...] = option(
         (),
@@ -64,44 +58,58 @@ def main(arguments: list[str]) -> int:
     parser = Parser("overlap-train plan", description=_ABOUT)
     add_options(parser, Asked)
     asked = from_args(Asked(), parser.parse_args(arguments))
+    if asked.system and asked.system not in SYSTEMS:
+        raise ValueError(f"--system {asked.system}: it must be one of {', '.join(SYSTEMS)}")
     if asked.check:
-        system = read_system(asked.system) if asked.system else None
-        compared = [one for folder in asked.check for one in check.compare(Path(folder), system)]
+        compared = [one for folder in asked.check for one in check.compare(Path(folder), SYSTEMS.get(asked.system))]
         print(*check.report(compared), sep="\n")
         return int(check.mean_error(compared) > check.MEAN)
-    _plan(asked, read_system(asked.system or _DEFAULT), read_model(asked.model))
+    _plan(asked, SYSTEMS[asked.system or _DEFAULT], _read_model(asked.model))
     return 0
 
 
+def _read_model(word: str) -> Model:
+    """A model by its name, or from a JSON file, where "based_on" names the one whose fields its keys change."""
+    if word in _PLANNED:
+        return _PLANNED[word]
+    if not word.endswith(".json"):
+        raise ValueError(f"--model {word}: it must be one of {', '.join(_PLANNED)}, or a .json file")
+    try:
+        document = json.loads(Path(word).read_text())
+        base = document.pop("based_on", None)
+        return Model(**document) if base is None else replace(_PLANNED[base], **document)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as failure:
+        raise ValueError(
+            f"--model {word}: {type(failure).__name__}: {failure}; it must be a JSON object with the keys "
+            f"{', '.join(Model.__dataclass_fields__)}, or based_on (one of {', '.join(_PLANNED)}) and those that differ"
+        ) from failure
+
+
 def _plan(asked: Asked, system: System, model: Model) -> None:
-    strategy = _strategy(asked, system)
-    predictions = predict(system, strategy, model)
-    spans = _spans(system, strategy, model)
-    ranks = f"{strategy.ranks} x {system.name} (tp {strategy.tp}, cp {strategy.cp}, nodes {strategy.nodes})"
+    usual = 1 if asked.cp > 1 else asked.nodes * system.gpus_per_node if asked.nodes > 1 else 4
+    s = Strategy(asked.tp or usual, asked.seq, asked.micro_batch, asked.nodes, asked.cp)
+    predictions = predict(system, s, model)
+    layer, output = in_layer(predictions), [p for p in predictions if p.linear == OUTPUT]
+    whole, spans = [*layer * model.num_layers, *output], _spans(system, s, model)
     print(
-        f"{Path(asked.model).stem} on {ranks}, {strategy.rows} tokens, bf16. Estimated, not measured; times in ms.", "",
-        *_linears_table(predictions, model.num_layers), "", _GAIN, "",
+        f"{Path(asked.model).stem} on {s.ranks} x {system.name} (tp {s.tp}, cp {s.cp}, nodes {s.nodes}), {s.rows} tokens, bf16. "
+        "Estimated, not measured; times in ms.", "",
+        *_linears_table(predictions, whole), "", _GAIN, "",
         "Other numbers of ranks, one layer forward and backward:", *_spans_table(spans), "",
-        *_not_measured(system, strategy),
+        *_not_measured(system, s),
         sep="\n",
     )  # fmt: skip
     if asked.json:
-        document = _document(system, strategy, model, predictions, spans)
+        document = {
+            "system": asdict(system), "strategy": asdict(s), "model": asdict(model), "unit": "us",
+            "passes": [asdict(p) for p in predictions], "layer": asdict(total(layer)), "output": asdict(total(output)),
+            "model_sum": asdict(total(whole)),
+            "spans": [{"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(of)} for span, of in spans.items()],
+        }  # fmt: skip
         try:
             Path(asked.json).write_text(json.dumps(document, indent=1) + "\n")
         except OSError as error:
             raise ValueError(f"--json {asked.json} cannot be written ({error.strerror}); name another file") from error
-
-
-def _strategy(asked: Asked, system: System) -> Strategy:
-    given = {name: getattr(asked, name) for name in ("tp", "cp", "nodes", "seq", "micro_batch")}
-    named = replace(read_strategy(asked.strategy), **{name: value for name, value in given.items() if value})
-    if asked.tp:
-        return named
-    if asked.cp and asked.cp > 1:
-        return replace(named, tp=1)
-    fills = asked.nodes and asked.nodes > 1 and named.cp == 1 and asked.strategy in STRATEGIES
-    return replace(named, tp=named.nodes * system.gpus_per_node) if fills else named
 
 
 def _spans(system: System, strategy: Strategy, model: Model) -> dict[Strategy, Sum]:
@@ -119,9 +127,9 @@ def _spans(system: System, strategy: Strategy, model: Model) -> dict[Strategy, S
     return found
 
 
-def _linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[str]:
+def _linears_table(predictions: Sequence[Prediction], whole: Sequence[Prediction]) -> list[str]:
     """Every pass of every linear, then the sums of a layer, and of all layers with the output layer."""
-    headings = (
+    columns = (
         "linear",
         "pass",
         "M, N, K of a rank",
@@ -134,25 +142,19 @@ def _linears_table(predictions: Sequence[Prediction], num_layers: int) -> list[s
         "gain",
     )
     layer = in_layer(predictions)
-    output = [p for p in predictions if p.linear == OUTPUT]
-    sums = [("layer", d, [p for p in layer if p.direction == d]) for d in (FORWARD, BACKWARD)]
-    sums += [("layer", "both", layer), ("model", "both", [*layer * num_layers, *output])]
-    rows = [_row(p) for p in predictions] + [_sum_row(name, what, total(some)) for name, what, some in sums]
-    return aligned([headings, *rows])
+    sums = [("layer", d, [p for p in layer if p.direction == d]) for d in ("forward", "backward")]
+    sums += [("layer", "both", layer), ("model", "both", list(whole))]
+    return aligned(
+        [columns, *map(_row, predictions), *(_sum_row(name, what, total(some)) for name, what, some in sums)]
+    )
 
 
 def _row(p: Prediction) -> tuple[str, ...]:
     methods = [_ms(p.by_method[name].us) if name in p.by_method else "-" for name in METHODS]
-    ours, without = p.by_method[p.chosen].us, p.by_method[COLLECTIVE].us
-    times = [*map(_ms, (p.gemm_us, p.nccl_us, p.bound_us)), *methods, _ms(max(0.0, ours - p.gemm_us))]
-    return (
-        p.linear,
-        p.direction,
-        f"{p.m}, {p.n}, {p.k}",
-        *times,
-        p.chosen if p.nccl_us else "-",
-        f"{without / ours:.2f}",
-    )
+    ours, without, bound = p.by_method[p.chosen].us, p.by_method[COLLECTIVE].us, max(p.gemm_us, p.nccl_us)
+    times = (*map(_ms, (p.gemm_us, p.nccl_us, bound)), *methods, _ms(max(0.0, ours - p.gemm_us)))
+    chosen = p.chosen if p.nccl_us else "-"
+    return p.linear, p.direction, f"{p.m}, {p.n}, {p.k}", *times, chosen, f"{without / ours:.2f}"
 
 
 def _sum_row(name: str, what: str, s: Sum) -> tuple[str, ...]:
@@ -163,16 +165,12 @@ def _sum_row(name: str, what: str, s: Sum) -> tuple[str, ...]:
 
 def _spans_table(spans: dict[Strategy, Sum]) -> list[str]:
     """What each span pays: the layer, and the GPU time that it takes on all of its ranks together."""
-    headings = ("tp", "cp", "nodes", "GEMMs", "NCCL alone", COLLECTIVE, "auto", "exposed", "gain", "GPU-ms of a layer")
-    rows = [
-        (
-            str(span.tp), str(span.cp), str(span.nodes),
-            *map(_ms, (s.gemm_us, s.nccl_us, s.without_us, s.ours_us, s.exposed_us)), f"{s.gain:.2f}", _ms(span.ranks *
-            s.ours_us),
-        )
-        for span, s in spans.items()
-    ]  # fmt: skip
-    return aligned([headings, *rows])
+    columns = ("tp", "cp", "nodes", "GEMMs", "NCCL alone", COLLECTIVE, "auto", "exposed", "gain", "GPU-ms of a layer")
+    rows = []
+    for span, s in spans.items():
+        times = map(_ms, (s.gemm_us, s.nccl_us, s.without_us, s.ours_us, s.exposed_us))
+        rows.append((*map(str, (span.tp, span.cp, span.nodes)), *times, f"{s.gain:.2f}", _ms(span.ranks * s.ours_us)))
+    return aligned([columns, *rows])
 
 
 def _not_measured(system: System, strategy: Strategy) -> list[str]:
@@ -189,19 +187,6 @@ def _not_measured(system: System, strategy: Strategy) -> list[str]:
             "- networks between nodes: 14 us and 0.34 ms of host time a transfer, and the NICs of usual servers, are assumed"
         )
     return found
-
-
-def _document(
-    system: System, strategy: Strategy, model: Model, predictions: Sequence[Prediction], spans: dict[Strategy, Sum]
-) -> dict[str, Any]:  # fmt: skip
-    """All of it as JSON: inputs, passes, sums, spans; times in microseconds."""
-    layer, output = in_layer(predictions), [p for p in predictions if p.linear == OUTPUT]
-    return {
-        "system": asdict(system), "strategy": asdict(strategy), "model": asdict(model), "unit": "us",
-        "passes": [asdict(p) for p in predictions], "layer": asdict(total(layer)), "output": asdict(total(output)),
-        "model_sum": asdict(total([*layer * model.num_layers, *output])),
-        "spans": [{"tp": span.tp, "cp": span.cp, "nodes": span.nodes, **asdict(s)} for span, s in spans.items()],
-    }  # fmt: skip
 
 
 def _ms(us: float) -> str:

@@ -1,4 +1,4 @@
-"""What each pass of each linear takes by each method, and what to choose."""
+"""What each pass of each linear takes by each method, what `auto` takes, and the sums of a layer."""
 
 from __future__ import annotations
 
@@ -7,20 +7,53 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...schedule.order import A2A_GEMM, EXCHANGES, GEMM_A2A
 from ...select.choose import untuned, with_options
 from ...select.cost import Estimate, library_us
 from ...select.method import NAMES, Method
-from ...select.passes import Pass
+from ...select.passes import SCATTER_AND_WGRAD, Pass
 from ...select.reach import reach_of
 from ...select.system import System
 from ...ulysses.parts import parts_that_hide
-from ..measure.models import Model
-from .inputs import EXCHANGED, OUTPUT, Linear, Strategy, check, linears_of
+from ..measure.cases import Case, cases_of, check_divisible
+from ..measure.models import OPS_OF_LINEARS, Model
 
-FORWARD, BACKWARD = "forward", "backward"
 METHODS = tuple(name for name in NAMES if not Method(name).few_rows)  # plans are for long sequences
-COLLECTIVE = "collective"
+COLLECTIVE, OUTPUT = "collective", "output"
+_PROJECTIONS = {"qkv": GEMM_A2A, "proj": A2A_GEMM}  # what they are under Ulysses
+_VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does. nodes: that
+    the ranks of one copy of the model are on, as many on each; tensor-parallel ranks follow each other."""
+
+    tp: int = 4
+    seq: int = 8192
+    micro_batch: int = 1
+    nodes: int = 1
+    cp: int = 1
+
+    @property
+    def rows(self) -> int:
+        """M of all linears."""
+        return self.seq * self.micro_batch
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one copy of the model."""
+        return self.tp * self.cp
+
+    @property
+    def tp_nodes(self) -> int:
+        """Nodes that a tensor-parallel group spans."""
+        return max(1, self.tp // (self.ranks // self.nodes))
+
+    @property
+    def cp_nodes(self) -> int:
+        """Nodes that a group of Ulysses spans."""
+        return self.nodes if self.tp_nodes == 1 else self.cp
 
 
 @dataclass(frozen=True)
@@ -37,11 +70,6 @@ class Prediction:
     nccl_us: float
     by_method: Mapping[str, Estimate]
     chosen: str
-
-    @property
-    def bound_us(self) -> float:
-        """Perfect overlap of cuBLAS and NCCL, as the benchmarks define it."""
-        return max(self.gemm_us, self.nccl_us)
 
 
 @dataclass(frozen=True)
@@ -65,55 +93,68 @@ class Sum:
 
 
 def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction]:
-    """Forward and backward of all linears by all methods that serve them. Raises ValueError for what cannot be planned."""
-    check(system, strategy, model)
-    linears = linears_of(model, strategy.tp)
-    return [_predict(system, strategy, linear, d == BACKWARD) for linear in linears for d in (FORWARD, BACKWARD)]
+    """Forward and backward of all linears by all methods that serve them; the output layer last, if the vocabulary is known.
+
+    Raises:
+        ValueError: ranks that do not fill the nodes, or sizes that so many ranks cannot share.
+    """
+    s, weights = strategy, dict(model.linears)
+    _check(system, s)
+    if model.vocab_size:
+        step = _VOCAB_MULTIPLE * s.tp
+        weights[OUTPUT] = (-(-model.vocab_size // step) * step, model.hidden_size)
+    found = []
+    for name, weight in weights.items():
+        # Where weights are whole, Ulysses' projections are operators of its group; else all linears have a part of the rows.
+        exchanged = name in _PROJECTIONS and s.cp > 1
+        if exchanged and s.tp == 1:
+            cases = cases_of(name, _PROJECTIONS[name], weight, s.rows, s.cp, name)
+        else:
+            cases = cases_of(name, OPS_OF_LINEARS[name], weight, s.rows // s.cp, s.tp, name)
+        predictions = [_predict(system, s, case) for case in cases]
+        features = weight[0] if name == "qkv" else weight[1]
+        found += (
+            [_beside_ulysses(system, s, features, p) for p in predictions] if exchanged and s.tp > 1 else predictions
+        )
+    return found
 
 
-def first_pass(linear: Linear, strategy: Strategy) -> Pass:
-    """What one rank multiplies in the forward pass. With Ulysses all linears have a part of the rows; where weights are whole,
-    its projections are operators of its group."""
-    s, dtype = strategy, torch.bfloat16
-    if s.cp > 1 and s.tp == 1 and linear.name in EXCHANGED:
-        return Pass(GEMM_A2A if linear.is_column else A2A_GEMM, s.rows, linear.n, linear.k, dtype, s.cp)
-    if linear.is_column:
-        return Pass(GATHER, s.rows // s.cp, linear.n // s.tp, linear.k, dtype, s.tp)
-    return Pass(SCATTER, s.rows // s.cp, linear.n, linear.k // s.tp, dtype, s.tp)
+def _check(system: System, s: Strategy) -> None:
+    asked, local = f"{s.ranks} ranks on {s.nodes} nodes", s.ranks // s.nodes
+    if s.ranks % s.nodes or local > system.gpus_per_node:
+        raise ValueError(
+            f"{asked}: each node must have as many, and at most {system.gpus_per_node}; set --nodes, or --tp and --cp"
+        )
+    if local % s.tp and s.tp % local:
+        raise ValueError(f"{asked}: --tp must be a divisor or a multiple of the {local} ranks of a node")
+    check_divisible("--seq times --micro-batch", s.rows, s.ranks)
 
 
-def _predict(system: System, strategy: Strategy, linear: Linear, is_backward: bool) -> Prediction:
-    first = first_pass(linear, strategy)
-    p = first.dgrad if is_backward else first
-    nodes = strategy.cp_nodes if p.kind in EXCHANGES else strategy.tp_nodes
-    chosen, reach = untuned(p, system, nodes).method, reach_of(nodes)
-    names = dict.fromkeys([*(name for name in METHODS if reach.may_choose(name)), chosen])
+def _predict(system: System, s: Strategy, case: Case) -> Prediction:
+    crossed = case.op in EXCHANGES
+    p, nodes = case.planned(s.cp if crossed else s.tp, torch.bfloat16), s.cp_nodes if crossed else s.tp_nodes
+    is_backward, reach, chosen = case.pass_ == "dgrad", reach_of(nodes), untuned(p, system, nodes).method
+    names = dict.fromkeys([*filter(reach.may_choose, METHODS), chosen])
     by_method = {
         name: reach.estimate(p, with_options(name, p, system, nodes=nodes), system, is_backward) for name in names
     }
     gemm_us = library_us(system, p.rows, p.n, p.k) + (library_us(system, p.k, p.n, p.rows) if is_backward else 0.0)
-    nccl_us = reach.collective_us(p, system) * (1 + (is_backward and first.kind == GATHER))
-    found = Prediction(
-        linear.name, BACKWARD if is_backward else FORWARD, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen
-    )
-    if strategy.tp > 1 and strategy.cp > 1 and linear.name in EXCHANGED:
-        return _beside_ulysses(system, strategy, linear, found)
-    return found
+    nccl_us = reach.collective_us(p, system) * (1 + (p.kind == SCATTER_AND_WGRAD))  # x is sent again
+    direction = "backward" if is_backward else "forward"
+    return Prediction(case.model, direction, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen)
 
 
-def _beside_ulysses(system: System, strategy: Strategy, linear: Linear, over_tp: Prediction) -> Prediction:
+def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Prediction) -> Prediction:
     """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart
-    across nodes."""
-    s, features = strategy, linear.n if linear.is_column else linear.k
+    across nodes. features: that are exchanged, of all ranks."""
     exchange = Pass(A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
     nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
     parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if s.nodes == 1 else 1
 
     def both(name: str, one: Estimate) -> Estimate:
         apart = name == COLLECTIVE or parts == 1
-        return replace(
-            one, device_us=one.device_us + nccl_us if apart else max(one.device_us, nccl_us) + nccl_us / parts
-        )
+        us = one.device_us + nccl_us if apart else max(one.device_us, nccl_us) + nccl_us / parts
+        return replace(one, device_us=us)
 
     by_method = {name: both(name, one) for name, one in over_tp.by_method.items()}
     return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method)
