@@ -18,66 +18,58 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...schedule.order import GATHER, GEMM_A2A, SCATTER, Topology
-from ..measure.cases import EXCHANGES, Case
+from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, INBOUND, SCATTER, Topology
+from ..measure.cases import Case
 from ..measure.models import MODELS
-from ..measure.operands import Operands, all_to_all, exchanged, side_by_side
+from ..measure.operands import Operands, side_by_side
 from ..measure.runs import Run
 from ..measure.world import World
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 
 
-def baselines_of(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
+def baselines_of(case: Case, world: World, sets: Sequence[Operands], by_nodes: NodeGroups | None) -> dict[str, Run]:
     """The baselines of a pass; `sets` are all inputs that they will get."""
-    if case.op in EXCHANGES:
-        return exchange_baselines(case, world, sets)
-    return _scatter(world) if case.kind == "scatter" else _gather(world, sets[0])
-
-
-def _gather(world: World, like: Operands) -> dict[str, Run]:
-    """y [M, F] = all_gather(left) @ right"""
-    buffer = torch.empty_like(like.whole)
-
-    def comm(o: Operands) -> torch.Tensor:
-        dist.all_gather_into_tensor(buffer, o.left, group=world.group)
-        return buffer
-
-    return {
-        "sequence": lambda o: comm(o) @ o.right,
-        "async_tp": lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1],
-        "gemm": lambda o: o.whole @ o.right,
-        "comm": comm,
+    kind, like = case.kind, sets[0]
+    buffer = torch.empty_like(like.whole if kind == GATHER else like.left[:0])
+    found: dict[str, Run] = {
+        "sequence": _one_after_the_other(kind, world, buffer),
+        "gemm": (lambda o: o.whole @ o.right) if kind in INBOUND else (lambda o: o.left @ o.right),
     }
+    if kind == GATHER:
+        found["comm"] = lambda o: world.gather(o.left, buffer)
+        found["async_tp"] = lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1]
+    elif kind == SCATTER:
+        found["comm"] = lambda o: world.scatter(o.whole)
+        found["async_tp"] = lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group)
+    elif kind == A2A_GEMM:
+        found["comm"] = lambda o: world.exchange(o.left)
+    else:
+        blocks = like.left.new_zeros(like.whole.shape[0], like.right.shape[1] // world.size)
+        found |= {"comm": lambda o: world.exchange(blocks), "three_gemms": _three_gemms(case, world, sets)}
+    return found if by_nodes is None else found | {"by_nodes": _one_after_the_other(kind, by_nodes, buffer)}
 
 
-def _scatter(world: World) -> dict[str, Run]:
-    """y [M/W, F] = reduce_scatter(left @ right)"""
-
-    def scattered(partial: torch.Tensor) -> torch.Tensor:
-        y = partial.new_empty(partial.shape[0] // world.size, partial.shape[1])
-        dist.reduce_scatter_tensor(y, partial, group=world.group)
-        return y
-
-    return {
-        "sequence": lambda o: scattered(o.left @ o.right),
-        "async_tp": lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group),
-        "gemm": lambda o: o.left @ o.right,
-        "comm": lambda o: scattered(o.whole),
+def _one_after_the_other(kind: str, by: World | NodeGroups, buffer: torch.Tensor) -> Run:
+    """The communication of a pass in one step, or in two, and its GEMM. buffer: for what is gathered."""
+    runs: dict[str, Run] = {
+        GATHER: lambda o: by.gather(o.left, buffer) @ o.right,
+        SCATTER: lambda o: by.scatter(o.left @ o.right),
+        GEMM_A2A: lambda o: by.exchange(blocks_for(by.size, o.left @ o.right)),
+        A2A_GEMM: lambda o: side_by_side(by.size, by.exchange(o.left)) @ o.right,
     }
+    return runs[kind]
 
 
-def exchange_baselines(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
-    """The baselines of a pass of linear_all_to_all or all_to_all_linear; `sets` are all inputs that they will get."""
-    return _gemm_a2a(world, sets, shares_of(case)) if case.kind == GEMM_A2A else _a2a_gemm(world)
+def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
+    """y [M/W, F] as W blocks of rows [M, F/W], one after the other: block d has the columns for rank d."""
+    return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
 
 
-def _gemm_a2a(world: World, sets: Sequence[Operands], shares: tuple[int, int, int]) -> dict[str, Run]:
-    """y [M, F/W] = this rank's columns of what all ranks' left @ right give"""
-    like = sets[0]
-    blocks = like.left.new_zeros(like.whole.shape[0], like.right.shape[1] // world.size)
-    weights = {id(o): three_weights(o.right, world.size, shares) for o in sets}  # cut before anything is timed
+def _three_gemms(case: Case, world: World, sets: Sequence[Operands]) -> Run:
+    """y [M, F/W] = this rank's columns of what all ranks' left @ right give, as q, k and v."""
+    weights = {id(o): three_weights(case, o.right, world.size) for o in sets}  # cut before anything is timed
 
-    def three_gemms(o: Operands) -> tuple[torch.Tensor, ...]:
+    def run(o: Operands) -> tuple[torch.Tensor, ...]:
         parts, works = [], []
         for right in weights[id(o)]:
             part = blocks_for(world.size, o.left @ right)
@@ -87,61 +79,27 @@ def _gemm_a2a(world: World, sets: Sequence[Operands], shares: tuple[int, int, in
             work.wait()
         return tuple(parts)
 
-    return {
-        "sequence": lambda o: all_to_all(blocks_for(world.size, o.left @ o.right), world.group),
-        "three_gemms": three_gemms,
-        "gemm": lambda o: o.left @ o.right,
-        "comm": lambda o: all_to_all(blocks, world.group),
-    }
+    return run
 
 
-def _a2a_gemm(world: World) -> dict[str, Run]:
-    """y [M/W, F] = what all ranks have of this rank's rows @ right"""
-    return {
-        "sequence": lambda o: exchanged(o.left, world) @ o.right,
-        "gemm": lambda o: o.whole @ o.right,
-        "comm": lambda o: all_to_all(o.left, world.group),
-    }
-
-
-def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
-    """y [M/W, F] as W blocks of rows [M, F/W], one after the other: block d has the columns for rank d."""
-    return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
-
-
-def three_weights(right: torch.Tensor, ranks: int, shares: tuple[int, int, int]) -> list[torch.Tensor]:
+def three_weights(case: Case, right: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """right [K, F] as the weights of q, k and v, [K, a part of F] each, contiguous as in a model with three parameters.
 
-    Each rank's columns are cut. shares: of q, k and v (shares_of).
+    Each rank's columns are cut as the model's heads are in a QKV projection, equally elsewhere: Table 6 has one of three equal
+    projections, and in an output projection's gradient nothing is q. Cuts are at whole heads of 128, where there are so many
+    columns: 683 of 4096 would leave cuBLAS only kernels without TMA, as rows would not begin at 16 bytes.
     """
-    rows = right.t().unflatten(0, (ranks, -1))
-    return [rows[:, first:last].flatten(0, 1).t() for first, last in three_parts(rows.shape[1], shares)]
-
-
-def shares_of(case: Case) -> tuple[int, int, int]:
-    """What q, k and v have of the columns: heads of the model in a QKV projection.
-
-    Elsewhere they are equal: Table 6 has one of three equal projections, and in an output projection's gradient nothing is q.
-    If q had two thirds, the scheme would hide less where the exchange takes longer than half the GEMM (at equal times 1.67
-    instead of 1.33 GEMMs), and more elsewhere.
-    """
-    model = MODELS.get(case.model) if case.op == GEMM_A2A else None
-    return (1, 1, 1) if model is None else (model.num_attention_heads, model.num_query_groups, model.num_query_groups)
-
-
-def three_parts(columns: int, shares: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:
-    """Where q, k and v are among a rank's columns: at whole heads of 128, where there are so many columns. k and v are alike.
-
-    Elsewhere rows of the product would not begin at 16 bytes: 683 of 4096 columns leave cuBLAS only kernels without TMA.
-    """
+    rows, model = right.t().unflatten(0, (ranks, -1)), MODELS.get(case.model) if case.op == GEMM_A2A else None
+    k_of_all = model.num_query_groups / (model.num_attention_heads + 2 * model.num_query_groups) if model else 1 / 3
+    columns = rows.shape[1]
     head = 128 if columns >= 6 * 128 else 1
-    k = max(1, round(columns * shares[1] / sum(shares) / head)) * head
-    return (0, columns - 2 * k), (columns - 2 * k, columns - k), (columns - k, columns)
+    k = max(1, round(columns * k_of_all / head)) * head
+    return [part.flatten(0, 1).t() for part in rows.split((columns - 2 * k, k, k), dim=1)]
 
 
 @dataclass(frozen=True)
 class NodeGroups:
-    """The process groups for NCCL in two steps. inside: the ranks of this node. across: this rank and its twins, node by node."""
+    """World's collectives in two steps. inside: the ranks of this node. across: this rank and its twins, node by node."""
 
     topology: Topology
     inside: dist.ProcessGroup
@@ -158,8 +116,12 @@ class NodeGroups:
         across = [dist.new_group(list(twins)) for twins in zip(*nodes, strict=True)]
         return cls(topology, inside[topology.node], across[topology.rank % topology.local])
 
+    @property
+    def size(self) -> int:
+        return self.topology.world
+
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Gather shards [M/W, C] of all ranks into whole [M, C], which is returned: first between twins, then inside the node."""
+        """First between twins, then inside the node."""
         of_twins = shard.new_empty(self.topology.nodes * len(shard), shard.shape[1])
         dist.all_gather_into_tensor(of_twins, shard, group=self.across)
         for of_node, own in zip(whole.chunk(self.topology.nodes), of_twins.split(len(shard)), strict=True):
@@ -167,8 +129,7 @@ class NodeGroups:
         return whole
 
     def scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        """The rows [M/W, C] of this rank of the sum of all ranks' partials [M, C]."""
-        rows = len(partial) // self.topology.world
+        rows = len(partial) // self.size
         sums = partial.new_empty(self.topology.nodes * rows, partial.shape[1])
         for own, of_node in zip(sums.split(rows), partial.chunk(self.topology.nodes), strict=True):
             dist.reduce_scatter_tensor(own, of_node, group=self.inside)
@@ -177,8 +138,7 @@ class NodeGroups:
         return y
 
     def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Exchange blocks of rows [M, C], one for each rank: those that all ranks have for this one, one after the other."""
-        topology, rows = self.topology, blocks.unflatten(0, (self.topology.world, -1))
+        topology, rows = self.topology, blocks.unflatten(0, (self.size, -1))
         arrived = torch.empty_like(rows)  # of each twin what it has for the ranks of this node
         dist.all_to_all_single(arrived, rows.contiguous(), group=self.across)
         of_nodes = arrived.unflatten(0, (topology.nodes, topology.local))
@@ -186,18 +146,3 @@ class NodeGroups:
         received = torch.empty_like(for_peers)  # of each rank of this node what all its twins have for this one
         dist.all_to_all_single(received, for_peers, group=self.inside)
         return received.unflatten(0, (topology.local, topology.nodes)).transpose(0, 1).flatten(0, 2)
-
-
-def node_baselines(case: Case, groups: NodeGroups | None, like: Operands) -> dict[str, Run]:
-    """The baseline `by_nodes` of a pass, where it has one; like: one of its input sets."""
-    if groups is None:
-        return {}
-    if case.kind == SCATTER:
-        return {"by_nodes": lambda o: groups.scatter(o.left @ o.right)}
-    if case.kind == GATHER:
-        buffer = torch.empty_like(like.whole)
-        return {"by_nodes": lambda o: groups.gather(o.left, buffer) @ o.right}
-    ranks = groups.topology.world
-    if case.kind == GEMM_A2A:
-        return {"by_nodes": lambda o: groups.exchange(blocks_for(ranks, o.left @ o.right))}
-    return {"by_nodes": lambda o: side_by_side(ranks, groups.exchange(o.left)) @ o.right}

@@ -1,4 +1,4 @@
-"""One pass of one linear, as benchmark and tuner measure it."""
+"""What is measured: one pass of one linear, and the sizes that models give to linears and layers."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from dataclasses import dataclass
 
 import torch
 
-from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.passes import Pass
+from .models import MODELS, TINY
 
-OPS = ("ag_gemm", "gemm_rs")
-EXCHANGES = (GEMM_A2A, A2A_GEMM)  # Ulysses': linear_all_to_all and all_to_all_linear
-_FPROP = {"ag_gemm": GATHER, "gemm_rs": SCATTER, GEMM_A2A: GEMM_A2A, A2A_GEMM: A2A_GEMM}
-_DGRAD = {"ag_gemm": SCATTER, "gemm_rs": GATHER, GEMM_A2A: A2A_GEMM, A2A_GEMM: GEMM_A2A}
-PASSES = ("fprop", "dgrad")
+OPS, PASSES = ("ag_gemm", "gemm_rs"), ("fprop", "dgrad")
+# What a pass of each operator does, forward and dgrad.
+_KINDS = {
+    "ag_gemm": (GATHER, SCATTER),
+    "gemm_rs": (SCATTER, GATHER),
+    GEMM_A2A: (GEMM_A2A, A2A_GEMM),
+    A2A_GEMM: (A2A_GEMM, GEMM_A2A),
+}
+PUBLISHED = tuple(name for name in MODELS if name != TINY)
+WEIGHTS = tuple(name + part for part in ("", "-qkv", "-proj") for name in PUBLISHED)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pass of one operator: x [M, K], weight [N, K], global sizes.
+    """A pass of one operator: x [M, K], weight [N, K], global sizes, the same in every pass.
 
     op: ag_gemm is all_gather_linear, gemm_rs linear_reduce_scatter, gemm_a2a linear_all_to_all, a2a_gemm all_to_all_linear.
-    The dgrad of one runs the engine of another; N and K are those of the weight in every pass. model: what the printed tables
-    call it.
+    model: what the printed tables call it.
     """
 
     model: str
@@ -40,7 +45,7 @@ class Case:
     @property
     def kind(self) -> str:
         """What the pass does: gather (AG + GEMM), scatter (GEMM + RS), gemm_a2a or a2a_gemm."""
-        return (_FPROP if self.pass_ == "fprop" else _DGRAD)[self.op]
+        return _KINDS[self.op][PASSES.index(self.pass_)]
 
     def flops(self, world: int) -> float:
         """Floating-point operations of one rank's GEMM; the same in both passes."""
@@ -55,7 +60,7 @@ class Case:
         """What one rank multiplies, as the choice of a method sees it."""
         n = self.n // world if self.op == "ag_gemm" else self.n
         k = self.k // world if self.op == "gemm_rs" else self.k
-        fprop = Pass(_FPROP[self.op], self.m, n, k, dtype, world)
+        fprop = Pass(_KINDS[self.op][0], self.m, n, k, dtype, world)
         return fprop.dgrad if self.pass_ == "dgrad" else fprop
 
 
@@ -80,3 +85,36 @@ def cases_of(
     check_divisible(rows, m, world)
     check_divisible(f"{what}: features", n if op in ("ag_gemm", GEMM_A2A) else k, world)
     return [Case(model, op, pass_, m, n, k) for pass_ in passes]
+
+
+def weight_of(name: str) -> tuple[int, int]:
+    """(features inside, features outside) of `llama3-8b`: one product of its MLP; `-qkv`, `-proj`: its attention's linears."""
+    model = MODELS[name.removesuffix("-qkv").removesuffix("-proj")]
+    if name.endswith("-qkv"):
+        return model.linears["qkv"]
+    return model.linears["proj"][1] if name.endswith("-proj") else model.ffn_hidden_size, model.hidden_size
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One column-parallel and one row-parallel linear: x [s, K1] -> [s, N1], h [s, K2] -> [s, N2]; global sizes.
+
+    What a model computes between the two is left out.
+    """
+
+    name: str
+    column_n: int
+    column_k: int
+    row_n: int
+    row_k: int
+
+    def flops(self, sequence: int, world: int) -> float:
+        """Floating-point operations of one rank's six GEMMs."""
+        return 6 * sequence * (self.column_n * self.column_k + self.row_n * self.row_k) / world
+
+
+LAYERS = {
+    f"{name}-{half}": Layer(f"{name}-{half}", *model.linears[column], *model.linears[row])
+    for name, model in MODELS.items()
+    for half, column, row in (("mlp", "fc1", "fc2"), ("attn", "qkv", "proj"))
+}

@@ -1,10 +1,11 @@
-"""Our passes as calls that can be timed: checked first, then run on rotating inputs. Benchmark and tuner measure by these."""
+"""What is measured as calls: checked first, then run on rotating inputs, in turns. Benchmark and tuner measure by these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
 
-Run = Callable[[Operands], torch.Tensor | tuple[torch.Tensor, ...]]  # a tuple: columns of the result, side by side
+Run = Callable[[Any], Any]  # from one of the input sets to what it computes
+Check = Callable[[str, Any], None]  # of what one of them computed, by name; raises
 
 
 @dataclass(frozen=True)
@@ -66,39 +68,68 @@ class Session:
         prepare(domain, request, None, "overlap_train.tools")
         return domain
 
+    def beside(self, group: Any, **changed: Any) -> Session:
+        """The same in another process group of the same ranks, with other settings of OverlapConfig."""
+        settings = replace(self.settings, config=replace(self.settings.config, **changed))
+        return replace(self, settings=settings, world=replace(self.world, group=group))
+
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
         turns = pace(flops, self.settings.quick, self.settings.rounds, self.settings.burst_ms)
         return measure(calls, turns, self.world.group, self.world.device)
 
 
+@dataclass(frozen=True)
 class Inputs:
-    """The operands of one case: a set to check with, one with other numbers, and as many as the L2 cache cannot hold."""
+    """sets: the first is checked with; calls rotate among all. decoy: one with other numbers. check: of the first's result."""
 
-    def __init__(self, case: Case, session: Session) -> None:
-        make = partial(make_operands, case, session.world, session.settings.dtype)
-        self.first, self.decoy = make(0), make(99)
-        self.sets = [self.first, *(make(seed) for seed in range(1, input_sets(self.first.nbytes)))]
-        self.reference = reference_of(case, self.first, session.world)
+    sets: Sequence[Any]
+    decoy: Any
+    check: Check
+
+    @property
+    def first(self) -> Any:
+        return self.sets[0]
 
     def call(self, run: Run) -> Call:
         """The run on one set after the other."""
         return lambda index: run(self.sets[index % len(self.sets)])
 
 
-def problem_of(name: str, run: Run, inputs: Inputs, world: World, is_exact: bool = True) -> str | None:
-    """What is wrong with a run on any rank: it raises, or its result (is_exact) is not the unsharded product. Collective."""
-    return world.attempt(partial(_try, name, run, inputs, inputs.reference if is_exact else None))
+def inputs_of(case: Case, session: Session) -> Inputs:
+    """The operands of one case, in as many sets as the L2 cache cannot hold. Collective."""
+    make = partial(make_operands, case, session.world, session.settings.dtype)
+    first, decoy = make(0), make(99)
+    sets = [first, *(make(seed) for seed in range(1, input_sets(first.nbytes)))]
+    reference = reference_of(case, first, session.world)
+
+    def check_columns(name: str, found: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        check(name, found if isinstance(found, torch.Tensor) else torch.cat(found, dim=1), reference)
+
+    return Inputs(sets, decoy, check_columns)
 
 
-def _try(name: str, run: Run, inputs: Inputs, reference: Reference | None) -> None:
+def reference_of(case: Case, o: Operands, world: World) -> Reference:
+    """The unsharded product that the pass must give on this rank."""
+    if case.kind == SCATTER:
+        return scatter_reference(o.left, o.right, world.group)
+    columns = o.right.chunk(world.size, dim=1)[world.rank] if case.kind == GEMM_A2A else o.right
+    return product_reference(o.whole, columns)
+
+
+def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None = None) -> str | None:
+    """What is wrong with a run on any rank: it raises, or its result is not what `check`, or that of the inputs, allows.
+    Collective."""
+    return world.attempt(partial(_try, name, run, inputs, check or inputs.check))
+
+
+def _try(name: str, run: Run, inputs: Inputs, check: Check) -> None:
     """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then check."""
     for _ in range(2):
         run(inputs.decoy)
     result = run(inputs.first)
     check_timeouts()
-    if reference is not None:
-        check(name, result if isinstance(result, torch.Tensor) else torch.cat(result, dim=1), reference)
+    check(name, result)
 
 
 def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:
@@ -148,23 +179,13 @@ def _a2a_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) ->
 _ENGINES = {GATHER: _gather, SCATTER: _scatter, GEMM_A2A: _gemm_a2a, A2A_GEMM: _a2a_gemm}
 
 
-def reference_of(case: Case, o: Operands, world: World) -> Reference:
-    """The unsharded product that the pass must give on this rank."""
-    if case.kind == SCATTER:
-        return scatter_reference(o.left, o.right, world.group)
-    if case.kind == GEMM_A2A:
-        return product_reference(o.whole, o.right.chunk(world.size, dim=1)[world.rank])
-    return product_reference(o.whole, o.right)
-
-
 def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
     """Raise ValueError if a method that was asked for cannot run on the device."""
-    if device.type == "cuda" or is_interpreted():
-        return
+    possible = [name for name in NAMES if not Method(name).kernels]
     for method in asked:
-        if _has_kernels(method):
-            possible = ", ".join(name for name in NAMES if not _has_kernels(name))
-            raise ValueError(f"--methods: {method!r} is not one of {possible}, which run on CPU tensors; leave it out")
+        if method in NAMES and method not in possible and device.type != "cuda" and not is_interpreted():
+            names = ", ".join(possible)
+            raise ValueError(f"--methods: {method!r} is not one of {names}, which run on CPU tensors; leave it out")
 
 
 def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
@@ -180,8 +201,3 @@ def nodes_of(session: Session) -> int:
     if found.problem is not None:
         raise ValueError(found.problem)
     return found.topology.nodes
-
-
-def _has_kernels(method: str) -> bool:
-    """Whether a method runs kernels of ours. auto takes what can run."""
-    return method in NAMES and Method(method).kernels

@@ -17,8 +17,7 @@ from ...select.cost import Estimate, collective_us, estimate, library_us
 from ...select.passes import Pass
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
-from ..measure.cases import Case
-from ..measure.shapes import LAYERS
+from ..measure.cases import LAYERS, Case
 from .inputs import Linear, Strategy
 from .prediction import COLLECTIVE, first_pass, run_us
 

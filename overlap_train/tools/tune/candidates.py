@@ -31,7 +31,7 @@ from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPS, Case, cases_of, check_divisible
 from ..measure.models import MODELS
 from ..measure.operands import Operands
-from ..measure.runs import Inputs, Run, Session, overlapped, plan_of, problem_of, tag_of
+from ..measure.runs import Run, Session, inputs_of, overlapped, plan_of, problem_of, tag_of
 from ..measure.timing import Call
 
 COLUMN, ROW = OPS
@@ -144,7 +144,7 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
 
 def _working(case: Case, names: Sequence[str], domain: OverlapDomain, session: Session) -> dict[Method, Call]:
     """The methods that give the right result on every rank, with their options, ready to be timed."""
-    inputs, calls = Inputs(case, session), {}
+    inputs, calls = inputs_of(case, session), {}
     planned, nodes = case.planned(domain.world_size, session.settings.dtype), domain.topology.nodes
     domain.span.settled(domain.config)  # the network is measured
     run_of = _backward if planned.kind == SCATTER_AND_WGRAD else overlapped
