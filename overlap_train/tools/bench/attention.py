@@ -40,8 +40,6 @@ from .turns import Contest, Way, Ways
 
 Block = Callable[["Data"], torch.Tensor]
 NAMES = ("y", "dx", "dw_qkv", "dw_proj")
-BASELINES = ("sequence", "alone", "te", "te_alone")
-ZIGZAG = SequenceLayout("zigzag")
 TILE = 128  # rows and columns; no kernel of ours has larger tiles in both
 
 
@@ -79,26 +77,27 @@ class Data:
 
 def contests(models: Sequence[str], tokens: Sequence[int], session: Session) -> Iterator[Contest]:
     """Every block of these models, one after the other. Collective."""
-    world, config = session.world, session.settings.config
+    world, settings = session.world, session.settings
+    blocks: dict[str, Block] = {"sequence": partial(by_collectives, world), "alone": partial(alone, world)}
+    ways = {
+        method: Way(forward_backward(ours(settings.config, method, world.group)), method) for method in settings.methods
+    }
+    ways |= {name: Way(forward_backward(block)) for name, block in blocks.items()}
     for name in models:
         for number in tokens:
-            data, decoy = (Data.make(MODELS[name], number, world, session.settings.dtype, seed) for seed in (0, 99))
-            blocks = {m: partial(overlapped, replace(config, method=m), world.group) for m in session.settings.methods}
-            ways = {method: Way(forward_backward(block), method) for method, block in blocks.items()}
-            baselines = {"sequence": partial(by_nccl, world), "alone": partial(alone, world)}
-            ways |= {baseline: Way(forward_backward(block)) for baseline, block in baselines.items()}
-            inputs = Inputs([data], decoy, check_against(partial(in_torchs_words, world, SequenceLayout()), data))
-            head = {"layer": f"{name}-ulysses", "world": world.size, "seq": number}
-            flops, title = (
-                6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj)),
+            data, decoy = (Data.make(MODELS[name], number, world, settings.dtype, seed) for seed in (0, 99))
+            inputs = Inputs([data], decoy, check_against(in_torchs_words(world, SequenceLayout(), number), data))
+            title, head = (
                 f"{name} attention, {number} tokens",
+                {"layer": f"{name}-ulysses", "world": world.size, "seq": number},
             )
-            yield Contest(title, head, flops, inputs, ways, row, partial(te_ways, world, data))
+            flops, te = 6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj)), partial(te_ways, world, data)
+            yield Contest(title, head, flops, inputs, ways, row, te)
 
 
 def row(ms: Mapping[str, float]) -> Row:
     """What each row of layers.json says of the baselines."""
-    return {f"{name}_ms": ms.get(name) for name in BASELINES}
+    return {f"{name}_ms": ms.get(name) for name in ("sequence", "alone", "te", "te_alone")}
 
 
 def forward_backward(block: Block) -> Run:
@@ -113,8 +112,8 @@ def check_against(block: Block, data: Data) -> Check:
     tolerance = 8 * torch.finfo(expected[0].dtype).eps
 
     def check(name: str, outcome: Outcome) -> None:
-        for part, ours, theirs in zip(NAMES, outcome, expected, strict=True):
-            error = worst_tile(ours, theirs)
+        for part, mine, theirs in zip(NAMES, outcome, expected, strict=True):
+            error = worst_tile(mine, theirs)
             if not error <= tolerance:
                 raise RuntimeError(
                     f"{part} differs from torch's block by {error:.3g} of the norm of a tile; rounding explains {tolerance:.3g}"
@@ -123,66 +122,71 @@ def check_against(block: Block, data: Data) -> Check:
     return check
 
 
-def worst_tile(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+def worst_tile(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """The largest difference in a tile of TILE x TILE elements, over the norm that theirs has there, or has in an average tile
     where that is more. Over the norm of the whole, a missing tile of 4096 x 4096 elements would be 0.03."""
-    errors, norms = [], []
-    for mine, other in zip(*(x.flatten(0, -2).split(32 * TILE) for x in (ours, theirs)), strict=True):
-        errors.append(_norms_of_tiles(mine.double() - other.double()))
-        norms.append(_norms_of_tiles(other.double()))
-    error, norm = torch.cat(errors), torch.cat(norms)
+
+    def norms(x: torch.Tensor) -> torch.Tensor:
+        return F.avg_pool2d(x.square()[None, None], TILE, ceil_mode=True, divisor_override=1)[0, 0].sqrt()
+
+    pairs = zip(*(x.flatten(0, -2).split(32 * TILE) for x in (mine, theirs)), strict=True)
+    parts = [(norms(a.double() - b.double()), norms(b.double())) for a, b in pairs]
+    error, norm = (torch.cat(some) for some in zip(*parts, strict=True))
     return float((error / norm.clamp_min(norm.square().mean().sqrt())).max())
 
 
-def _norms_of_tiles(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, columns] -> [tiles, tiles]."""
-    return F.avg_pool2d(x.square()[None, None], TILE, ceil_mode=True, divisor_override=1)[0, 0].sqrt()
-
-
-def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> torch.Tensor:
+def ours(config: OverlapConfig, method: str, group: dist.ProcessGroup) -> Block:
     """One attention block by our operators."""
-    shards = SequenceShards(group)
-    q, k, v = qkv_all_to_all(data.x, data.w_qkv, shards=shards, heads=data.heads, rotary=data.rotary, config=config)
-    return attention_output_linear(core_attention(q, k, v), data.w_proj, shards=shards, config=config)
+    config = replace(config, method=method)
+
+    def block(data: Data) -> torch.Tensor:
+        shards = SequenceShards(group)
+        q, k, v = qkv_all_to_all(data.x, data.w_qkv, shards=shards, heads=data.heads, rotary=data.rotary, config=config)
+        return attention_output_linear(core_attention(q, k, v), data.w_proj, shards=shards, config=config)
+
+    return block
 
 
-def by_nccl(world: World, data: Data) -> torch.Tensor:
+def by_collectives(world: World, data: Data, unpacked: Any = None, attention: Any = None) -> torch.Tensor:
     """One attention block by NCCL: one QKV GEMM, one exchange, one pass that splits and rotates as ours does; one exchange, one
     GEMM."""
     y = exchange(F.linear(data.x, data.w_qkv), world, to_heads=True)
-    out = core_attention(*Unpacked.apply(y, data.heads.of_rank(world.size), data.rotary))
-    return F.linear(exchange(out, world, to_heads=False), data.w_proj)
+    heads = (unpacked or Unpacked.apply)(y, data.heads.of_rank(world.size), data.rotary)
+    return F.linear(exchange((attention or core_attention)(*heads), world, to_heads=False), data.w_proj)
 
 
-def alone(world: World, data: Data, attention: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+def alone(world: World, data: Data, attention: Any = None) -> torch.Tensor:
     """One attention block without communication. What a rank has is taken for what it would receive, which is as large."""
     y = F.linear(data.x, data.w_qkv).view(-1, 1, data.w_qkv.shape[0] // world.size)
-    heads = data.heads.of_rank(world.size)
-    out = (attention or core_attention)(*Unpacked.apply(y, heads, data.rotary))
-    return F.linear(out.reshape(len(data.x), 1, -1), data.w_proj)
+    heads = Unpacked.apply(y, data.heads.of_rank(world.size), data.rotary)
+    return F.linear((attention or core_attention)(*heads).reshape(len(data.x), 1, -1), data.w_proj)
 
 
-def in_torchs_words(world: World, layout: SequenceLayout, data: Data) -> torch.Tensor:
+def in_torchs_words(world: World, layout: SequenceLayout, tokens: int) -> Block:
     """The block by torch's own operations: what the results of all others must be. layout: which rows of the sequence x is."""
-    y = exchange(F.linear(data.x, data.w_qkv), world, to_heads=True)
-    rows = layout.rows_of_ranks(len(y), world.size, y.device).flatten()
-    out = core_attention(*rotated(*split(y[rows.argsort()], data.heads.of_rank(world.size)), data.rotary))
-    return F.linear(exchange(out[rows], world, to_heads=False), data.w_proj)
+    rows = layout.rows_of_ranks(tokens, world.size, world.device).flatten()
+    return partial(
+        by_collectives,
+        world,
+        unpacked=lambda y, heads, rotary: rotated(*split(y[rows.argsort()], heads), rotary),
+        attention=lambda q, k, v: core_attention(q, k, v)[rows],
+    )
 
 
 @contextmanager
 def te_ways(world: World, data: Data, te: Any) -> Iterator[Ways]:
     """TransformerEngine's attention, with its exchanges and without. It is made at the first call."""
+    tokens, zigzag = len(data.x) * world.size, SequenceLayout("zigzag")
     exchanging = cache(partial(transformer_engine.attention, te, data.heads, world))
     inside = cache(partial(transformer_engine.attention, te, data.heads.of_rank(world.size)))
-    own = ZIGZAG.rows_of_ranks(len(data.x) * world.size, world.size, world.device)[world.rank]
+    own = zigzag.rows_of_ranks(tokens, world.size, world.device)[world.rank]
     angles = cache(lambda data: Rotary(data.rotary.cos[own], data.rotary.sin[own]))
 
     def with_exchanges(data: Data) -> torch.Tensor:
         q, k, v = Unpacked.apply(F.linear(data.x, data.w_qkv), data.heads, angles(data))
         return F.linear(exchanging()(q, k, v), data.w_proj)
 
-    in_zigzag = check_against(partial(in_torchs_words, world, ZIGZAG), data)
+    in_zigzag = check_against(in_torchs_words(world, zigzag, tokens), data)
     without = check_against(partial(alone, world), data)
     yield {
         "te": Way(forward_backward(with_exchanges), check=in_zigzag),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,48 +24,55 @@ from ..measure.models import TINY
 from ..measure.results import Results, hardware
 from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
 from . import attention, layers, operators, plots, timeline, turns
+from .operators import TABLE_6
 
 SLOW = "bench: no GPU here. On CPU processes sizes like these take a minute or more a row; --tiny only tries the code, in seconds"
-Contests = Callable[[Session], Iterator[turns.Contest]]
+METHODS_HELP = (
+    f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective"
+)
+BURST_HELP = """length of a turn, in milliseconds of matrix products; default 4. Turns of 500 are as long as those of training, in
+which we suppose that a call that takes more power than others has a lower clock"""
+SHAPES_HELP = "MODEL: a product of its MLP; MODEL-qkv, MODEL-proj: of its attention; all"
+LAYERS_HELP = (
+    "MODEL-mlp or MODEL-attn; default: both of llama3-8b (the MLP also with 4096) and llama3-70b, and qwen3-32b-mlp"
+)
+PARTS = ("operators", "blocks")
 ALL_OPS = (*OPS, GEMM_A2A, A2A_GEMM)
+TABLES_1_2 = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b")  # of the Ditron paper
+Contests = Iterator[turns.Contest]
+
+
+def some(default: tuple[str, ...], choices: tuple[str, ...], metavar: str, help: str = "") -> Any:
+    """An option of several of these choices."""
+    return option(default, help or f"of {','.join(choices)}", choices=choices, metavar=metavar)
 
 
 @dataclass(frozen=True)
-class Bench(ABC):
+class Bench:
     """What all benchmarks are told."""
 
     out: str = option("", "write DIR/operators.json or layers.json, and .md; without it, only print", metavar="DIR")
-    methods: tuple[str, ...] = option(
-        (),
-        f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective",
-        choices=METHODS,
-        metavar="METHOD,...",
-    )
+    methods: tuple[str, ...] = some((), METHODS, "METHOD,...", METHODS_HELP)
     provider: str = option("auto", "what provides symmetric memory", choices=PROVIDERS)
     tuning_dir: str = option(
-        OverlapConfig().tuning_dir, "where auto finds the winners of overlap-train tune", metavar="DIR"
+        OverlapConfig().tuning_dir, "where auto finds winners of overlap-train tune", metavar="DIR"
     )
     quick: bool = option(False, "fewer and shorter rounds")
-    rounds: int | None = option(
-        None, "rounds in which all take turns; default 5, with --quick 3", parse=positive_int, metavar="N"
-    )
-    burst_ms: float | None = option(
-        None,
-        "length of a turn, in milliseconds of matrix products; default 4. Turns of 500 are as long as those of training, in "
-        "which we suppose that a call that takes more power than others has a lower clock",
-        parse=positive_float,
-        metavar="MS",
-    )
+    rounds: int | None = option(None, "how many; default 5, with --quick 3", parse=positive_int, metavar="N")
+    burst_ms: float | None = option(None, BURST_HELP, parse=positive_float, metavar="MS")
     tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
-    connections: int | None = option(
-        None, "CUDA_DEVICE_MAX_CONNECTIONS; default: left as it is", parse=positive_int, metavar="N"
-    )
+    connections: int | None = option(None, "CUDA_DEVICE_MAX_CONNECTIONS", parse=positive_int, metavar="N")
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
 
-    @abstractmethod
-    def files(self) -> dict[str, Contests]:
-        """The cases of NAME.json and NAME.md, in the order in which they are measured."""
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names of NAME.json and NAME.md, in the order in which they are measured."""
+        return ("operators",)
+
+    def contests(self, file: str, session: Session) -> Contests:
+        """The cases of a file. Collective."""
+        raise NotImplementedError
 
     def settings(self, device: torch.device) -> Settings:
         """What the measurements themselves need. Raises ValueError for a method that cannot run on the device."""
@@ -86,123 +92,82 @@ class Bench(ABC):
 class OfPasses(Bench):
     """What all benchmarks of single passes are told."""
 
-    passes: tuple[str, ...] = option(PASSES, f"of {','.join(PASSES)}", choices=PASSES, metavar="PASS,...")
+    passes: tuple[str, ...] = some(PASSES, PASSES, "PASS,...")
 
 
 @dataclass(frozen=True)
 class Operators(OfPasses):
     """AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound"""
 
-    shapes: tuple[str, ...] = option(
-        ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b"),  # Tables 1 and 2 of the Ditron paper
-        "MODEL: a product of its MLP; MODEL-qkv, MODEL-proj: of its attention; all",
-        choices=(*WEIGHTS, "all"),
-        metavar="MODEL,...",
-    )
-    ops: tuple[str, ...] = option(OPS, f"of {','.join(OPS)}", choices=OPS, metavar="OP,...")
-    rows: tuple[int, ...] = option(
-        (), "rows of all ranks together; default 8192", parse=positive_int, metavar="M", spaced=True
-    )
+    shapes: tuple[str, ...] = some(TABLES_1_2, (*WEIGHTS, "all"), "MODEL,...", SHAPES_HELP)
+    ops: tuple[str, ...] = some(OPS, OPS, "OP,...")
+    rows: tuple[int, ...] = option((), "of all ranks; default 8192", parse=positive_int, metavar="M", spaced=True)
 
-    def files(self) -> dict[str, Contests]:
+    def contests(self, file: str, session: Session) -> Contests:
         models, m = ((TINY,), 16) if self.tiny else (self.shapes, 8192)
-
-        def contests(session: Session) -> Iterator[turns.Contest]:
-            cases = operators.cases(models, self.ops, self.passes, self.rows or (m,), session.world.size)
-            return operators.contests(cases, session)
-
-        return {"operators": contests}
+        cases = operators.cases(models, self.ops, self.passes, self.rows or (m,), session.world.size)
+        return operators.contests(cases, session)
 
 
 @dataclass(frozen=True)
 class Layers(Bench):
     """forward and backward of one column and one row linear"""
 
-    layers: tuple[str, ...] = option(
-        (),
-        "MODEL-mlp or MODEL-attn; default: both of llama3-8b and llama3-70b, and qwen3-32b-mlp",
-        choices=tuple(LAYERS),
-        metavar="LAYER,...",
-    )
-    seq: tuple[int, ...] = option(
-        (), "sequence lengths; default 8192, and 4096 for llama3-8b-mlp", parse=positive_int, metavar="S", spaced=True
-    )
-    tuned: str = option(
-        "", "time auto once more, as tuned_ms, by the winners of overlap-train tune in DIR", metavar="DIR"
-    )
+    layers: tuple[str, ...] = some((), tuple(LAYERS), "LAYER,...", LAYERS_HELP)
+    seq: tuple[int, ...] = option((), "sequence lengths; default 8192", parse=positive_int, metavar="S", spaced=True)
+    tuned: str = option("", "time auto once more, as tuned_ms, by overlap-train tune's winners in DIR", metavar="DIR")
     connections: int | None = option(
         1, "CUDA_DEVICE_MAX_CONNECTIONS; Megatron-Core needs 1", parse=positive_int, metavar="N"
     )
+    files = ("layers",)
 
-    def files(self) -> dict[str, Contests]:
+    def contests(self, file: str, session: Session) -> Contests:
         names, lengths = ((f"{TINY}-mlp",), (16,)) if self.tiny else (self.layers, self.seq)
-        return {
-            "layers": lambda session: layers.contests(
-                layers.layer_cases(names, lengths, session.world.size), session, self.tuned
-            )
-        }
+        return layers.contests(layers.layer_cases(names, lengths, session.world.size), session, self.tuned)
 
 
 @dataclass(frozen=True)
 class Ulysses(OfPasses):
     """GEMM+A2A and A2A+GEMM, and whole attention blocks, against NCCL"""
 
-    what: tuple[str, ...] = option(
-        ("operators", "blocks"),
-        "projections alone, whole attention blocks",
-        choices=("operators", "blocks"),
-        metavar="WHAT,...",
-    )
-    models: tuple[str, ...] = option(
-        (operators.TABLE_6, "llama3-8b", "llama3-70b"),
-        "models, and table6 for the shapes of Ditron's Table 6",
-        choices=(operators.TABLE_6, *PUBLISHED),
-        metavar="MODEL,...",
+    what: tuple[str, ...] = some(PARTS, PARTS, "WHAT,...", "projections alone, whole attention blocks")
+    models: tuple[str, ...] = some(
+        (TABLE_6, "llama3-8b", "llama3-70b"),
+        (TABLE_6, *PUBLISHED),
+        "MODEL,...",
+        "table6: the shapes of Ditron's Table 6",
     )
     seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
 
-    def files(self) -> dict[str, Contests]:
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple("layers" if what == "blocks" else what for what in self.what)
+
+    def contests(self, file: str, session: Session) -> Contests:
         models, tokens = ((TINY,), (16,)) if self.tiny else (self.models, self.seq)
-        with_blocks = [model for model in models if model != operators.TABLE_6]
-
-        def projections(session: Session) -> Iterator[turns.Contest]:
-            cases = operators.exchange_cases(models, tokens, self.passes, session.world.size)
-            return operators.contests(cases, session)
-
-        found: dict[str, tuple[str, Contests]] = {
-            "operators": ("operators", projections),
-            "blocks": ("layers", lambda session: attention.contests(with_blocks, tokens, session)),
-        }
-        return dict(found[what] for what in self.what)
+        if file == "layers":
+            return attention.contests([name for name in models if name != TABLE_6], tokens, session)
+        return operators.contests(operators.exchange_cases(models, tokens, self.passes, session.world.size), session)
 
 
 @dataclass(frozen=True)
 class Hierarchical(OfPasses):
     """all operators across nodes, for products shorter and longer than the network takes"""
 
-    ops: tuple[str, ...] = option(ALL_OPS, f"of {','.join(ALL_OPS)}", choices=ALL_OPS, metavar="OP,...")
+    ops: tuple[str, ...] = some(ALL_OPS, ALL_OPS, "OP,...")
     ratios: tuple[float, ...] = option(
-        operators.RATIOS,
-        "length of the products, in units of what the network takes",
-        parse=positive_float,
-        metavar="R,...",
+        operators.RATIOS, "product over network, in time", parse=positive_float, metavar="R,..."
     )
     node_ranks: int = option(1, "ranks of each node; all nodes may be this machine", parse=positive_int, metavar="L")
     network: str = option("auto", "what carries data between nodes of GPUs", choices=NETWORKS)
     network_sms: tuple[int, ...] = option(
-        (),
-        "time our methods with these numbers of SMs for NCCL between nodes, too, besides the number found",
-        parse=positive_int,
-        metavar="SMS,...",
+        (), "time our methods with so many SMs for NCCL between nodes, too", parse=positive_int, metavar="SMS,..."
     )
 
-    def files(self) -> dict[str, Contests]:
-        def contests(session: Session) -> Iterator[turns.Contest]:
-            refuse_methods_of_one_node(self.methods, nodes_of(session))
-            shapes = (self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
-            return operators.contests(operators.hierarchical_cases(session, *shapes), session, self.network_sms)
-
-        return {"operators": contests}
+    def contests(self, file: str, session: Session) -> Contests:
+        refuse_methods_of_one_node(self.methods, nodes_of(session))
+        shapes = (self.ops, self.passes, self.ratios, self.node_ranks, self.tiny)
+        return operators.contests(operators.hierarchical_cases(session, *shapes), session, self.network_sms)
 
 
 @dataclass(frozen=True)
@@ -210,21 +175,16 @@ class Timeline:
     """record kernels and copies of one call of each method, on GPUs"""
 
     out: str = option(".", "write DIR/timeline.json, for plot to draw", metavar="DIR")
-    what: str = option(
-        "linears",
-        "both linears of an MLP of Llama-3 8B, a Ulysses attention block of it, or both linears of a wider MLP across nodes",
-        choices=timeline.WHAT,
-    )
-    node_ranks: int | None = option(
-        None, "with --what nodes: ranks of each node; default 1", parse=positive_int, metavar="L"
-    )
+    what: str = option("linears", "which calls: " + "; ".join(timeline.WHAT.values()), choices=tuple(timeline.WHAT))
+    node_ranks: int | None = option(None, "of each node of --what nodes; default 1", parse=positive_int, metavar="L")
 
 
-BENCHES: dict[str, type[Bench]] = {
+BENCHES: dict[str, Any] = {
     "operators": Operators,
     "layers": Layers,
     "ulysses": Ulysses,
     "hierarchical": Hierarchical,
+    "timeline": Timeline,
 }
 
 
@@ -238,27 +198,22 @@ def main(arguments: list[str]) -> int:
     if args.command == "plot":
         print(*plots.draw(args.folder), sep="\n")
         return 0
-    if args.command == "timeline":
-        return record(from_args(Timeline(), args))
-    return benchmark(args.command, from_args(BENCHES[args.command](), args))
+    told = from_args(BENCHES[args.command](), args)
+    return record(told) if isinstance(told, Timeline) else benchmark(args.command, told)
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of `overlap-train bench` with all its subcommands."""
-    start = f"Measure:\n\n    {_start('operators')} --out FOLDER\n\nDraw:\n\n    overlap-train bench plot FOLDER"
+    start = (
+        f"Measure:\n\n    {world.START} bench operators --out FOLDER\n\nDraw:\n\n    overlap-train bench plot FOLDER"
+    )
     top = Parser(prog="overlap-train bench", description=start)
-    options: dict[str, Any] = {**BENCHES, "timeline": Timeline}
-    commands: Any = top.add_subparsers(dest="command", required=True, metavar="|".join((*options, "plot")))
-    for name, settings in options.items():
+    commands: Any = top.add_subparsers(dest="command", required=True, metavar="|".join((*BENCHES, "plot")))
+    for name, settings in BENCHES.items():
         add_options(commands.add_parser(name, help=settings.__doc__), settings)
     plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
     plot.add_argument("folder", type=Path)
     return top
-
-
-def _start(name: str) -> str:
-    """How to start a subcommand."""
-    return f"{world.START} bench {name}"
 
 
 def record(told: Timeline) -> int:
@@ -266,10 +221,10 @@ def record(told: Timeline) -> int:
     if told.what == timeline.NODES:
         world.pretend_nodes(told.node_ranks or 1)
     elif told.node_ranks:
-        raise ValueError(
-            f"{shown(told, 'node_ranks')} with {shown(told, 'what')}: only --what nodes has nodes; leave it out"
-        )
-    timeline.record(Path(told.out), told.what, told.node_ranks or 1, world.join(_start("timeline")))
+        flags = f"{shown(told, 'node_ranks')} with {shown(told, 'what')}"
+        raise ValueError(f"{flags}: only --what nodes has nodes; leave it out")
+    here = world.join(f"{world.START} bench timeline")
+    timeline.record(Path(told.out), told.what, told.node_ranks or 1, here)
     return 0
 
 
@@ -279,23 +234,23 @@ def benchmark(name: str, bench: Bench) -> int:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
     if bench.node_ranks:
         world.pretend_nodes(bench.node_ranks)
-    here = world.join(_start(name))
+    here = world.join(f"{world.START} bench {name}")
     if here.device.type == "cpu" and not bench.tiny:
         here.say(SLOW)
     world.heat(here.device)
-    failed = [measure(bench, file, contests, here) for file, contests in bench.files().items()]
+    failed = [measure(bench, file, here) for file in bench.files]
     shutdown()  # not after an error: it needs all ranks
     dist.destroy_process_group()
     return 1 if any(failed) else 0
 
 
-def measure(bench: Bench, file: str, contests: Contests, here: world.World) -> bool:
+def measure(bench: Bench, file: str, here: world.World) -> bool:
     """Measure, write and print one of the files; returns whether one of our methods failed or was wrong."""
     began, path = time.monotonic(), Path(bench.out, f"{file}.json") if bench.out and here.rank == 0 else None
     session = Session(bench.settings(here.device), here, Results(path, hardware(here.device, here.size)))
     session.results.add([])  # a folder that cannot be written is said before minutes of measuring
     with torch.set_grad_enabled(file == "layers"):  # operators are single passes, of which autograd knows nothing
-        for contest in contests(session):
+        for contest in bench.contests(file, session):
             turns.run(contest, session)
             del contest  # its inputs go before those of the next come
     session.results.share_notes(here.group)

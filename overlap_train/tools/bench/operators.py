@@ -1,20 +1,20 @@
 """The cases of `bench operators`, `ulysses` and `hierarchical`: each pass by each method, with its baselines.
 
-Across nodes the products take 0.5, 1 and 2 times as long as the network, which is measured first, in the same run: with what
-crosses fixed, the other side of the weight decides the product's time.
+Across nodes the products take 0.5, 1 and 2 times as long as the network, which is measured first, in the same run: what crosses
+has a fixed number of features, and the other side of the weight decides the product's time. Each other number of SMs that NCCL
+gets has a domain of the same ranks, with a process group of its own. Beside our methods stand, by name:
 
-    ag_gemm    weight [other, kept]    x [M, kept] is gathered
-    gemm_rs    weight [kept, other]    y [M, kept] is scattered
-    gemm_a2a   weight [kept, other]    y [M, kept] is exchanged
-    a2a_gemm   weight [other, kept]    x [M, kept] is exchanged
-
-Each other number of SMs that NCCL gets has a domain of the same ranks, with a process group of its own.
+    sequence    NCCL (or gloo) and cuBLAS, one after the other; of an exchange with the copy that puts each rank's part together
+    async_tp    PyTorch's async-TP
+    three_gemms the asynchronous scheme: three GEMMs, each exchange under the GEMM of the next (of q under k's, of k under v's).
+                Gives q, k and v as three tensors, as the models do that work like this
+    gemm, comm  each half of the work alone; only timed
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,25 +24,28 @@ import torch.distributed as dist
 from ...group.domain import OverlapDomain
 from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
-from ...schedule.order import A2A_GEMM, EXCHANGES, GEMM_A2A
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import choose
 from ...select.low_latency import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import OPS, WEIGHTS, Case, cases_of, weight_of
 from ..measure.models import MODELS
 from ..measure.results import Row
-from ..measure.runs import Inputs, Run, Session, inputs_of, overlapped
+from ..measure.runs import Inputs, Operands, Run, Session, inputs_of, overlapped, side_by_side
 from ..measure.timing import Call
-from ..measure.world import pretends
-from .baselines import NodeGroups, baselines_of
+from ..measure.world import World, pretends
+from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 from .turns import Contest, Way, Ways, note
 
+Names = Sequence[str]
 TABLE_6 = "table6"
+# What is gathered: 64 MiB in bf16, of which each of two ranks sends half. What is exchanged has as many features for each node:
+# so as many bytes of each rank cross.
+ROWS, FEATURES, RATIOS = 8192, 4096, (0.5, 1.0, 2.0)  # ratios: product over network
+_STEP, _PRODUCT = 256, 16384  # columns of the smallest product, and of the one that is timed
 
 
-def cases(
-    models: Sequence[str], ops: Sequence[str], passes: Sequence[str], ms: Sequence[int], world: int
-) -> list[Case]:
+def cases(models: Names, ops: Names, passes: Names, ms: Sequence[int], world: int) -> list[Case]:
     """Every combination, shape by shape, largest M first: buffers are allocated once. "all" names all published weights.
 
     Raises:
@@ -58,7 +61,7 @@ def cases(
     ]
 
 
-def exchange_cases(models: Sequence[str], tokens: Sequence[int], passes: Sequence[str], world: int) -> list[Case]:
+def exchange_cases(models: Names, tokens: Sequence[int], passes: Names, world: int) -> list[Case]:
     """The projections of a Ulysses attention: of models, and of Table 6 of the Ditron paper, which has sequence lengths of
     its own, heads of 128 features each, and one of q, k and v.
 
@@ -80,43 +83,34 @@ def exchange_cases(models: Sequence[str], tokens: Sequence[int], passes: Sequenc
     ]
 
 
-# What is gathered: 64 MiB in bf16, of which each of two ranks sends half. What is exchanged has as many features for each node:
-# so as many bytes of each rank cross.
-ROWS, FEATURES = 8192, 4096
-RATIOS = (0.5, 1.0, 2.0)  # product over network
-_STEP = 256
-_PRODUCT = 16384  # columns of the product that is timed
-
-
 def hierarchical_cases(
-    session: Session, ops: Sequence[str], passes: Sequence[str], ratios: Sequence[float], node_ranks: int, tiny: bool
+    session: Session, ops: Names, passes: Names, ratios: Sequence[float], node_ranks: int, tiny: bool
 ) -> list[Case]:
     """The cases of all operators, for products of several lengths against the network. tiny: to try the code. Collective."""
     world, found = session.world.size, []
-    rows, features = (16, 32) if tiny else (ROWS, FEATURES)
+    rows, features, step = (16, 32, 32) if tiny else (ROWS, FEATURES, _STEP)
     flops = {} if tiny else _flops_beside_the_network(session, ops, node_ranks)
     for op in ops:
         kept = features * (world // node_ranks if op in EXCHANGES else 1)
-        steps = [1] if tiny else [flops[op] / (2 * rows * kept * _STEP)]
-        counts = [1, 2] if tiny else [max(1, round(ratio * steps[0])) for ratio in ratios]
-        for other in (world * (32 if tiny else _STEP) * count for count in counts):
+        steps = [1, 2] if tiny else [round(ratio * flops[op] / (2 * rows * kept * step)) for ratio in ratios]
+        for other in (world * step * max(1, count) for count in steps):
             weight = (other, kept) if op in ("ag_gemm", A2A_GEMM) else (kept, other)
             found += [Case("", op, pass_, rows, *weight) for pass_ in passes]
     return found
 
 
-def _flops_beside_the_network(session: Session, ops: Sequence[str], node_ranks: int) -> dict[str, float]:
+def _flops_beside_the_network(session: Session, ops: Names, node_ranks: int) -> dict[str, float]:
     """By operator: the floating-point operations of a product of one rank that takes as long as the network. Collective."""
     world, found = session.world, dict[str, float]()
     left = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.settings.dtype)
     right, flops = left.new_empty(FEATURES, _PRODUCT).normal_(), 2.0 * ROWS * FEATURES * _PRODUCT
     whole, shard = torch.empty_like(left), torch.zeros_like(left[: ROWS // world.size])
     blocks = left.new_zeros(ROWS, FEATURES // node_ranks)
-    wires: dict[str, tuple[Sequence[str], torch.Tensor, Call]] = {
-        "gathered": (OPS, shard, lambda index: world.gather(shard, whole)),
-        "exchanged": (EXCHANGES, blocks, lambda index: world.exchange(blocks)),
-    }
-    for what, (kinds, sent, wire) in wires.items():
+    wires: list[tuple[str, Names, torch.Tensor, Call]] = [
+        ("gathered", OPS, shard, lambda index: world.gather(shard, whole)),
+        ("exchanged", EXCHANGES, blocks, lambda index: world.exchange(blocks)),
+    ]
+    for what, kinds, sent, wire in wires:
         if set(kinds) & set(ops):
             timings = session.time({"wire": wire, "gemm": lambda index: left @ right}, flops)
             world.say(f"the network takes {timings['wire'].ms:.2f} ms for {sent.nbytes >> 20} MiB of each rank, {what}")
@@ -124,76 +118,18 @@ def _flops_beside_the_network(session: Session, ops: Sequence[str], node_ranks: 
     return found
 
 
-@dataclass(frozen=True)
-class Domains:
-    """own: the group's, in which NCCL has the SMs that the config names or the probe has found (symmetric/wire.py). others: those
-    with other numbers of SMs. groups: for NCCL in two steps; None if that would be NCCL in one."""
-
-    own: OverlapDomain
-    others: tuple[OverlapDomain, ...]
-    groups: NodeGroups | None
-
-    @classmethod
-    def of(cls, session: Session, received: Sequence[int], network_sms: Sequence[int]) -> Domains:
-        """Make the domains, and print what the probe has found. Collective.
-
-        received: how many bytes a rank receives of each shape. network_sms: the numbers of SMs to measure besides the own one.
-        """
-        own = session.domain(received)
-        found = sms_of(own)
-        others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != found]
-        if found and own.device.type == "cuda":  # NVSHMEM takes none
-            session.world.say(f"NCCL has {found} SMs between nodes, by the probe")
-        groups = NodeGroups.of(own.topology, session.world.group)
-        return cls(own, tuple(other.domain(received) for other in others), groups)
-
-    def ways(self, case: Case, inputs: Inputs, session: Session) -> Ways:
-        """The methods that serve a case, by the names of their times. NCCL alone is the same in every domain."""
-        planned, found = case.planned(session.world.size, session.settings.dtype), {}
-        for domain in (self.own, *self.others):
-            table, suffix = cache_of(domain, case.name).table, "" if domain is self.own else f", {sms_of(domain)} SMs"
-            for method in serving(session.settings.methods, planned):
-                choice = choose(method, planned, domain.device, table, domain.topology.nodes)
-                if domain is self.own or choice.method != "collective":
-                    if case.op in EXCHANGES:
-                        run = _exchanged(case, domain, method)
-                    else:
-                        run = overlapped(case, domain, choice, inputs.first)
-                    found[method + suffix] = Way(run, method, self.told(domain))
-        return found
-
-    def told(self, domain: OverlapDomain) -> dict[str, Any]:
-        """What a row says about its domain. Nothing inside one node."""
-        if self.own.topology.nodes == 1:
-            return {}
-        sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
-        sms = {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own), "reduce_sms": sums}
-        return sms | {"nodes": self.own.topology.nodes, "emulated": pretends()}
-
-
-def sms_of(domain: OverlapDomain) -> int:
-    """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
-    return domain.span.settled(domain.config).network_sms
-
-
-def _exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
-    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
-    the other's forward pass does."""
-    operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
-    settings: Any = {
-        "group": domain.group,
-        "config": replace(domain.config, method=method),
-        "name": f"{case.op}/{case.pass_}",
-    }
-    return lambda o: operator(o.left, o.right.t(), **settings)
-
-
 def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int] = ()) -> Iterator[Contest]:
     """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective.
 
-    network_sms: numbers of SMs that the network between nodes gets, besides the own one.
+    network_sms: numbers of SMs that the network between nodes gets, besides the one that the config names or the probe has found
+    (nodes/measure.py).
     """
-    domains = Domains.of(session, [_slot_bytes(case, session) for case in cases], network_sms)
+    received = [_slot_bytes(case, session) for case in cases]
+    own = session.domain(received)
+    if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
+        session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
+    others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
+    domains = [own, *(other.domain(received) for other in others)]
     for case in cases:
         inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
         if inputs is None or problem is not None:
@@ -205,18 +141,25 @@ def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int]
         del contest
 
 
-def contest_of(case: Case, inputs: Inputs, domains: Domains, session: Session) -> Contest:
-    """All methods and baselines of one pass, and its rows in operators.json."""
+def _slot_bytes(case: Case, session: Session) -> int:
+    """Bytes of a slot for the largest call of a case; long exchanges pass in parts."""
+    needed = case.slot_bytes(session.world.size, session.settings.dtype)
+    most = session.settings.config.exchange_mib * (1 << 20) // SLOTS
+    return min(needed, most) if case.op in EXCHANGES else needed
+
+
+def contest_of(case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], session: Session) -> Contest:
+    """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
     world, dtype = session.world, str(session.settings.dtype).removeprefix("torch.")
-    baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), domains.groups)
-    if domains.own.topology.nodes > 1:  # PyTorch's async-TP stays in a node
+    ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, domains[0], session).items()}
+    baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy))
+    if domains[0].topology.nodes > 1:  # PyTorch's async-TP stays in a node
         baselines.pop("async_tp", None)
-    known = ["sequence", "async_tp", "gemm", "comm", *["three_gemms"] * (case.op in EXCHANGES)]
+    names = ("sequence", "async_tp", "gemm", "comm", *["three_gemms"] * (case.op in EXCHANGES))
 
     def row(ms: Mapping[str, float]) -> Row:
-        columns = dict.fromkeys([*known, *({"by_nodes"} & ms.keys())])
         bound = ms["sequence"] / max(ms["gemm"], ms["comm"])
-        return {f"{name}_ms": ms.get(name) for name in columns} | {"bound": bound}
+        return {f"{name}_ms": ms.get(name) for name in names} | {"bound": bound}
 
     head = {
         "op": case.op,
@@ -227,12 +170,107 @@ def contest_of(case: Case, inputs: Inputs, domains: Domains, session: Session) -
         "k": case.k,
         "dtype": dtype,
     }
-    ways = domains.ways(case, inputs, session) | {name: Way(run) for name, run in baselines.items()}
+    ways |= {name: Way(run) for name, run in baselines.items()}
     return Contest(case.name, head, case.flops(world.size), inputs, ways, row)
 
 
-def _slot_bytes(case: Case, session: Session) -> int:
-    """Bytes of a slot for the largest call of a case; long exchanges pass in parts."""
-    needed = case.slot_bytes(session.world.size, session.settings.dtype)
-    most = session.settings.config.exchange_mib * (1 << 20) // SLOTS
-    return min(needed, most) if case.op in EXCHANGES else needed
+def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, session: Session) -> Ways:
+    """The methods that serve a case in a domain, by the names of their times. NCCL alone is the same in every domain."""
+    planned, nodes, found = case.planned(session.world.size, session.settings.dtype), domain.topology.nodes, {}
+    suffix, told = "" if domain is own else f", {sms_of(domain)} SMs", dict[str, Any]()
+    if nodes > 1:
+        sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
+        told = {"network_sms": sms_of(domain), "probe_sms": sms_of(own), "reduce_sms": sums}
+        told |= {"nodes": nodes, "emulated": pretends()}
+    for method in serving(session.settings.methods, planned):
+        choice = choose(method, planned, domain.device, cache_of(domain, case.name).table, nodes)
+        if domain is own or choice.method != "collective":
+            run = (
+                exchanged(case, domain, method)
+                if case.op in EXCHANGES
+                else overlapped(case, domain, choice, inputs.first)
+            )
+            found[method + suffix] = Way(run, method, told)
+    return found
+
+
+def sms_of(domain: OverlapDomain) -> int:
+    """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
+    return domain.span.settled(domain.config).network_sms
+
+
+def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
+    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
+    the other's forward pass does."""
+    operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
+    config, name = replace(domain.config, method=method), f"{case.op}/{case.pass_}"
+    return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
+
+
+def baselines_of(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
+    """The baselines of a pass; `sets` are all inputs that they will get. Buffers that a framework would reuse are reused."""
+    like = sets[0]
+    if case.kind == GATHER:
+        buffer = torch.empty_like(like.whole)
+        return {
+            "sequence": lambda o: world.gather(o.left, buffer) @ o.right,
+            "async_tp": lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1],
+            "gemm": lambda o: o.whole @ o.right,
+            "comm": lambda o: world.gather(o.left, buffer),
+        }
+    if case.kind == SCATTER:
+        return {
+            "sequence": lambda o: world.scatter(o.left @ o.right),
+            "async_tp": lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group),
+            "gemm": lambda o: o.left @ o.right,
+            "comm": lambda o: world.scatter(o.whole),
+        }
+    if case.kind == A2A_GEMM:
+        return {
+            "sequence": lambda o: side_by_side(world.size, world.exchange(o.left)) @ o.right,
+            "gemm": lambda o: o.whole @ o.right,
+            "comm": lambda o: world.exchange(o.left),
+        }
+    blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
+    return {
+        "sequence": lambda o: world.exchange(blocks_for(world.size, o.left @ o.right)),
+        "three_gemms": three_gemms(case, world, sets),
+        "gemm": lambda o: o.left @ o.right,
+        "comm": lambda o: world.exchange(blocks),
+    }
+
+
+def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
+    """y [M/W, F] as W blocks of rows [M, F/W], one after the other: block d has the columns for rank d."""
+    return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
+
+
+def three_gemms(case: Case, world: World, sets: Sequence[Operands]) -> Run:
+    """y [M, F/W] = this rank's columns of what all ranks' left @ right give, as q, k and v."""
+    weights = {id(o): three_weights(case, o.right, world.size) for o in sets}  # cut before anything is timed
+
+    def run(o: Operands) -> tuple[torch.Tensor, ...]:
+        parts, works = [], []
+        for right in weights[id(o)]:
+            part = blocks_for(world.size, o.left @ right)
+            parts.append(torch.empty_like(part))
+            works.append((dist.all_to_all_single(parts[-1], part, group=world.group, async_op=True), part))
+        for work, _ in works:
+            work.wait()
+        return tuple(parts)
+
+    return run
+
+
+def three_weights(case: Case, right: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """right [K, F] as the weights of q, k and v, [K, a part of F] each, contiguous as in a model with three parameters.
+
+    Each rank's columns are cut as the model's heads are in a QKV projection, equally elsewhere: Table 6 has one of three equal
+    projections, and in an output projection's gradient nothing is q. Cuts are at whole heads of 128, where there are so many
+    columns: 683 of 4096 would leave cuBLAS only kernels without TMA, as rows would not begin at 16 bytes.
+    """
+    rows, model = right.t().unflatten(0, (ranks, -1)), MODELS.get(case.model) if case.op == GEMM_A2A else None
+    part = model.num_query_groups / (model.num_attention_heads + 2 * model.num_query_groups) if model else 1 / 3
+    head = 128 if rows.shape[1] >= 6 * 128 else 1
+    k = max(1, round(rows.shape[1] * part / head)) * head
+    return [cut.flatten(0, 1).t() for cut in rows.split((rows.shape[1] - 2 * k, k, k), dim=1)]

@@ -1,9 +1,4 @@
-"""What one call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON.
-
-linears   both operators of a Llama-3-8B MLP, forward
-ulysses   a Ulysses attention block of Llama-3 8B, forward: projections, exchanges, rotation, attention
-nodes     both operators of a wide MLP, forward, with one rank or several in each node: NCCL over sockets in between
-"""
+"""What one call does on the GPU: its kernels and copies on a time axis, from the profiler, as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from ...linear import all_gather_linear, linear_reduce_scatter
 from ..measure.models import MODELS
 from ..measure.world import World
 from ..pictures.timeline import Span
-from .attention import Data, overlapped
+from .attention import Data, ours
 
 METHODS = ("collective", "chunked", "fused", "direct")
 MODEL, M, HIDDEN, FFN = "llama3-8b", 8192, 4096, 14336  # of the block M is tokens in all
@@ -30,7 +25,11 @@ MODEL, M, HIDDEN, FFN = "llama3-8b", 8192, 4096, 14336  # of the block M is toke
 # 40 Gbit/s for the 32 MiB that each of two sends (bench hierarchical).
 WIDE = 163840
 NODES = "nodes"
-WHAT = ("linears", "ulysses", NODES)
+WHAT = {
+    "linears": "both linears of an MLP of Llama-3 8B",
+    "ulysses": "a Ulysses attention block of it",
+    NODES: "both linears of a wider MLP across nodes, over sockets",
+}
 Calls = dict[str, Callable[[], Any]]  # by "operator method"
 
 
@@ -80,8 +79,7 @@ def _mlp(here: World, ffn: int, node_ranks: int) -> Calls:
 
 def _ulysses(here: World) -> Calls:
     data = Data.make(MODELS[MODEL], M, here, torch.bfloat16, seed=0)
-    configs = {method: OverlapConfig(method=method) for method in METHODS}
-    return {f"attention {method}": partial(overlapped, config, here.group, data) for method, config in configs.items()}
+    return {f"attention {method}": partial(ours(OverlapConfig(), method, here.group), data) for method in METHODS}
 
 
 def _profile(call: Callable[[], Any]) -> list[Span]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...group.registry import forget_graphs, graphed
-from ..measure.results import Column, Columns, Results, Row, markdown, plain, screen
+from ..measure.results import Results, Row, markdown, plain, screen
 from ..measure.runs import Check, Inputs, Run, Session, problem_of
 from ..measure.timing import Call
 from ..measure.world import World
@@ -81,17 +81,13 @@ def correct(contest: Contest, ways: Ways, session: Session) -> dict[str, Call]:
     """The calls of those that give the right result on every rank; notes about the others. Collective."""
     found = {}
     for name, way in ways.items():
-        check = _passes if name in TIMED_ONLY else way.check
+        check = None if name in TIMED_ONLY else way.check or contest.inputs.check
         problem = problem_of(name, way.run, contest.inputs, session.world, check)
         if problem is None:
             found[name] = contest.inputs.call(way.run)
         else:
             note(f"{contest.title}: {name}: {problem}", session, failure=name not in RIVALS)
     return found
-
-
-def _passes(name: str, result: Any) -> None:
-    pass
 
 
 def note(text: str, session: Session, failure: bool) -> None:
@@ -144,6 +140,7 @@ def captured(call: Call, world: World) -> Run:
 HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
 RATIOS = {  # heading: what is divided by what
     "speed-up": ("sequence_ms", "ms"),
+    "speed-up/bound": ("sequence_ms", "bound_ms"),
     "vs Megatron-Core": ("megatron_ms", "ms"),
     "vs async-TP": ("async_tp_ms", "ms"),
     "vs TE": ("te_ms", "ms"),
@@ -151,50 +148,36 @@ RATIOS = {  # heading: what is divided by what
     "over GEMMs": ("ms", "gemms_ms"),
     "over no exchange": ("ms", "alone_ms"),
     "over tuned": ("ms", "tuned_ms"),
-    "GEMM/comm": ("gemm_ms", "comm_ms"),
 }
 
 
-def ratio(row: Row, heading: str) -> float | None:
-    """One of RATIOS; None where a row lacks one of the two."""
-    above, below = (row.get(key) for key in RATIOS[heading])
-    return None if above is None or below is None else above / below
-
-
-def of_bound(row: Row) -> float | None:
-    """The part of the speed-up of perfect overlap that was reached."""
-    speed_up = ratio(row, "speed-up")
-    return None if speed_up is None or "bound" not in row else speed_up / row["bound"]
-
-
-def columns_of(rows: Sequence[Row]) -> Columns:
-    """What the rows hold by its key without `_ms`, then ratios; without columns that are empty."""
-    keys = dict.fromkeys(key for row in rows for key in row if key not in HIDDEN)
-    columns: list[Column] = [
-        *plain({key.removesuffix("_ms"): key for key in keys}),
-        *((heading, partial(ratio, heading=heading)) for heading in RATIOS),
-        ("speed-up/bound", of_bound),
-    ]
-    return [(heading, value) for heading, value in columns if any(value(row) is not None for row in rows)]
+def shown(row: Row) -> Row:
+    """What the table says of a row: what it holds, by its key without `_ms`, and ratios."""
+    known = row | ({"bound_ms": row["bound"] * row["ms"]} if "bound" in row else {})
+    pairs = {heading: (known.get(above), known.get(below)) for heading, (above, below) in RATIOS.items()}
+    held = {key.removesuffix("_ms"): value for key, value in row.items() if key not in HIDDEN}
+    return held | {heading: above / below for heading, (above, below) in pairs.items() if above and below}
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
     """A line for each method and pass of operators: the lowest part of the bound that was reached, and the geometric mean."""
     groups: dict[str, list[float]] = {}
-    for row in rows:
-        if (part := of_bound(row)) is not None:
-            beside = "" if row.get("network_sms") == row.get("probe_sms") else f", {row['network_sms']} SMs"
-            groups.setdefault(f"{row['method']}{beside} {row['pass']}", []).append(part)
+    for row in (row for row in rows if "bound" in row):
+        beside = "" if row.get("network_sms") == row.get("probe_sms") else f", {row['network_sms']} SMs"
+        groups.setdefault(f"{row['method']}{beside} {row['pass']}", []).append(row["speed-up/bound"])
     return [
-        f"{name}: speed-up/bound lowest {min(parts):.3f}, mean {statistics.geometric_mean(parts):.3f} over {len(parts)} shapes"
+        f"{name}: speed-up/bound lowest {min(parts):.3f}, geometric mean {statistics.geometric_mean(parts):.3f} "
+        f"over {len(parts)} shapes"
         for name, parts in groups.items()
     ]
 
 
 def report(results: Results, world: World) -> None:
-    """Write the Markdown beside the JSON and print the table; on rank 0."""
+    """Write the Markdown beside the JSON and print the table, without columns that are empty; on rank 0."""
     if world.rank == 0:
-        shown = (results.rows, results.notes, columns_of(results.rows), summary(results.rows))
+        rows = [shown(row) for row in results.rows]
+        columns = plain({key: key for row in rows for key, value in row.items() if value is not None})
+        parts = (rows, results.notes, columns, summary(rows))
         if results.path is not None:
-            results.path.with_suffix(".md").write_text(markdown(*shown))
-        print(screen(*shown), flush=True)
+            results.path.with_suffix(".md").write_text(markdown(*parts))
+        print(screen(*parts), flush=True)

@@ -1,4 +1,16 @@
-"""What is measured as calls: checked first, then run on rotating inputs, in turns. Benchmark and tuner measure by these."""
+"""What is measured as calls: checked first, then run on rotating inputs, in turns. Benchmark and tuner measure by these.
+
+W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has its matrices in the layout of training:
+
+    gather   left [M/W, C]  right [C, F] view   whole [M, C], left of all ranks
+             y [M, F] = whole @ right
+    scatter  left [M, C]    right [C, F] view   whole [M, F], which a reduce-scatter is timed on
+             y [M/W, F] = this rank's rows of the sum over ranks of left @ right
+    gemm_a2a left [M/W, C]  right [C, F] view, the same on every rank   whole [M, C], left of all ranks
+             y [M, F/W] = this rank's columns of whole @ right
+    a2a_gemm left [M, C/W]  right [C, F] view, the same on every rank   whole [M/W, C], this rank's rows of all columns
+             y [M/W, F] = whole @ right
+"""
 
 from __future__ import annotations
 
@@ -18,13 +30,12 @@ from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
-from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
 from ...select.method import NAMES, Method
 from .cases import Case
 from .check import Reference, check, product_reference, scatter_reference
-from .operands import Operands, make_operands
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
@@ -80,6 +91,48 @@ class Session:
 
 
 @dataclass(frozen=True)
+class Operands:
+    """One input set."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    whole: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that every method reads, at the least."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.left, self.right))
+
+
+def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
+    """Normal random numbers, different for every seed and on every rank but for what ranks share. Collective."""
+    own = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
+    shared = torch.Generator(world.device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, generator: torch.Generator = own) -> torch.Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
+
+    m, n, k, ranks = case.m, case.n, case.k, world.size
+    if case.op in EXCHANGES:
+        weight = normal(n, k, shared)
+    else:
+        weight = normal(n // ranks, k) if case.op == "ag_gemm" else normal(n, k // ranks)
+    right = weight.t() if case.pass_ == "fprop" else weight
+    if case.kind == SCATTER:
+        return Operands(normal(m, len(right)), right, normal(m, right.shape[1]))
+    if case.kind == A2A_GEMM:
+        left = normal(m, len(right) // ranks)
+        return Operands(left, right, side_by_side(ranks, world.exchange(left)))
+    left = normal(m // ranks, len(right))
+    return Operands(left, right, world.gather(left))
+
+
+def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
+    """W blocks of rows [M, C/W], one after the other, side by side: [M/W, C]."""
+    return blocks.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True)
 class Inputs:
     """sets: the first is checked with; calls rotate among all. decoy: one with other numbers. check: of the first's result."""
 
@@ -117,19 +170,21 @@ def reference_of(case: Case, o: Operands, world: World) -> Reference:
     return product_reference(o.whole, columns)
 
 
-def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None = None) -> str | None:
-    """What is wrong with a run on any rank: it raises, or its result is not what `check`, or that of the inputs, allows.
-    Collective."""
-    return world.attempt(partial(_try, name, run, inputs, check or inputs.check))
+def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None) -> str | None:
+    """What is wrong with a run on any rank: it raises, or its result is not what `check` allows. Collective.
 
+    It runs twice on other inputs first, so that whatever is left in slots and freed memory is wrong.
+    """
 
-def _try(name: str, run: Run, inputs: Inputs, check: Check) -> None:
-    """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then check."""
-    for _ in range(2):
-        run(inputs.decoy)
-    result = run(inputs.first)
-    check_timeouts()
-    check(name, result)
+    def work() -> None:
+        for _ in range(2):
+            run(inputs.decoy)
+        result = run(inputs.first)
+        check_timeouts()
+        if check is not None:
+            check(name, result)
+
+    return world.attempt(work)
 
 
 def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:

@@ -113,14 +113,8 @@ def canvas(
     names: tuple[str, ...] = (),
     **subplots: Any,
 ) -> tuple[Any, Any]:
-    """A figure and its grid of `count` panels, under a title, lines that say what is better, and a legend.
-
-    Args:
-        row_height: of a row of panels, in inches.
-        header: the title, then one line each.
-        names: what the legend explains, as look_of knows it.
-        subplots: passed on to matplotlib's function of this name.
-    """
+    """A figure and its grid of `count` panels, `row_height` inches high, under the header, a title and lines that say what is
+    better, and a legend that explains `names`. subplots: passed on to matplotlib's function of this name."""
     pyplot, rows = load(), -(-count // columns)
     above = (len(header) + -(-len(names) // LEGEND_COLUMNS)) * HEADER_LINE + 0.2
     height = above + rows * row_height
