@@ -116,6 +116,17 @@ def test_operators_across_nodes(
     assert drawn(tmp_path, capsys) == ["speedup.png"]
 
 
+def test_nccl_in_two_steps_is_a_baseline_where_nodes_have_several_ranks(
+    script_server: ScriptServer, tmp_path: Path
+) -> None:
+    """Its results are checked before it is timed, as all are."""
+    arguments = (*TINY, "--methods", "collective", "--node-ranks", "2", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path, world=4)
+    assert status == 0 and "by_nodes: " not in said, said
+    rows = rows_in(tmp_path)
+    assert len(rows) == 16 and all(row["by_nodes_ms"] > 0 for row in rows)
+
+
 def test_a_wrong_result_is_refused(script_server: ScriptServer, tmp_path: Path) -> None:
     """A method whose products are wrong has no row, and the command fails."""
     program = (

@@ -78,21 +78,22 @@ class Data:
 def contests(models: Sequence[str], tokens: Sequence[int], session: Session) -> Iterator[Contest]:
     """Every block of these models, one after the other. Collective."""
     world, settings = session.world, session.settings
-    blocks: dict[str, Block] = {"sequence": partial(by_collectives, world), "alone": partial(alone, world)}
-    ways = {
-        method: Way(forward_backward(ours(settings.config, method, world.group)), method) for method in settings.methods
-    }
-    ways |= {name: Way(forward_backward(block)) for name, block in blocks.items()}
+    baselines: dict[str, Block] = {"sequence": partial(by_collectives, world), "alone": partial(alone, world)}
+    ways = {name: Way(forward_backward(ours(settings.config, name, world.group)), name) for name in settings.methods}
+    ways |= {name: Way(forward_backward(block)) for name, block in baselines.items()}
     for name in models:
         for number in tokens:
-            data, decoy = (Data.make(MODELS[name], number, world, settings.dtype, seed) for seed in (0, 99))
-            inputs = Inputs([data], decoy, check_against(in_torchs_words(world, SequenceLayout(), number), data))
-            title, head = (
-                f"{name} attention, {number} tokens",
-                {"layer": f"{name}-ulysses", "world": world.size, "seq": number},
-            )
-            flops, te = 6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj)), partial(te_ways, world, data)
-            yield Contest(title, head, flops, inputs, ways, row, te)
+            yield contest_of(name, number, ways, session)
+
+
+def contest_of(model: str, tokens: int, ways: Ways, session: Session) -> Contest:
+    """All methods and baselines of one block, and its rows in layers.json."""
+    world = session.world
+    data, decoy = (Data.make(MODELS[model], tokens, world, session.settings.dtype, seed) for seed in (0, 99))
+    inputs = Inputs([data], decoy, check_against(in_torchs_words(world, SequenceLayout(), tokens), data))
+    head = {"layer": f"{model}-ulysses", "world": world.size, "seq": tokens}
+    flops = 6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj))
+    return Contest(f"{model} attention, {tokens} tokens", head, flops, inputs, ways, row, partial(te_ways, world, data))
 
 
 def row(ms: Mapping[str, float]) -> Row:

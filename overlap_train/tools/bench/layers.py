@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ...select import table
-from ..measure.cases import LAYERS, Layer, check_divisible
+from ..measure.cases import LAYERS, check_divisible
 from ..measure.check import check, product_reference, scatter_reference
 from ..measure.results import Row
 from ..measure.runs import Inputs, Run, Session
@@ -51,21 +51,22 @@ DEFAULT_LAYERS = (
 )
 
 
-def layer_cases(names: Sequence[str], sequences: Sequence[int], world: int) -> list[tuple[Layer, int]]:
+def layer_cases(names: Sequence[str], sequences: Sequence[int], world: int) -> list[tuple[str, int]]:
     """(layer, sequence) pairs; neither given: the defaults, only sequences given: every default layer with each.
 
     Raises:
         ValueError: a size cannot be sharded over the ranks.
     """
-    pairs: Sequence[tuple[str, int]] = DEFAULT_LAYERS
+    pairs = list(DEFAULT_LAYERS)
     if names or sequences:
         names = names or list(dict.fromkeys(name for name, _ in DEFAULT_LAYERS))
         pairs = [(name, sequence) for name in names for sequence in sequences or [8192]]
     for name, sequence in pairs:
+        (n1, _), (_, k2) = LAYERS[name]
         check_divisible("--seq", sequence, world)
-        for size in (LAYERS[name].column_n, LAYERS[name].row_k):
-            check_divisible(f"{name}: features", size, world)
-    return [(LAYERS[name], sequence) for name, sequence in pairs]
+        check_divisible(f"{name}: features", n1, world)
+        check_divisible(f"{name}: features", k2, world)
+    return pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,20 +81,20 @@ class Data:
     dz: torch.Tensor
 
     @classmethod
-    def make(cls, layer: Layer, sequence: int, world: World, dtype: torch.dtype, seed: int) -> Data:
-        generator, shards = torch.Generator(world.device).manual_seed(1000 * seed + world.rank), world.size
+    def make(cls, layer: str, sequence: int, world: World, dtype: torch.dtype, seed: int) -> Data:
+        generator, ranks = torch.Generator(world.device).manual_seed(1000 * seed + world.rank), world.size
+        (n1, k1), (n2, k2) = LAYERS[layer]
 
         def normal(rows: int, columns: int) -> torch.Tensor:
             return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
 
-        n1, k2 = layer.column_n // shards, layer.row_k // shards
         return cls(
-            normal(sequence // shards, layer.column_k).requires_grad_(),
-            torch.nn.Parameter(normal(n1, layer.column_k)),
-            normal(sequence, n1),
-            normal(sequence, k2).requires_grad_(),
-            torch.nn.Parameter(normal(layer.row_n, k2)),
-            normal(sequence // shards, layer.row_n),
+            normal(sequence // ranks, k1).requires_grad_(),
+            torch.nn.Parameter(normal(n1 // ranks, k1)),
+            normal(sequence, n1 // ranks),
+            normal(sequence, k2 // ranks).requires_grad_(),
+            torch.nn.Parameter(normal(n2, k2 // ranks)),
+            normal(sequence // ranks, n2),
         )
 
 
@@ -133,7 +134,7 @@ def six_gemms_alone(world: World) -> Run:
 
 
 @torch.no_grad()
-def inputs_of(layer: Layer, sequence: int, session: Session) -> Inputs:
+def inputs_of(layer: str, sequence: int, session: Session) -> Inputs:
     """One layer's data, other data, and the check of its results. Collective."""
     world = session.world
     data, decoy = (Data.make(layer, sequence, world, session.settings.dtype, seed) for seed in (0, 99))
@@ -154,29 +155,36 @@ def inputs_of(layer: Layer, sequence: int, session: Session) -> Inputs:
     return Inputs([data], decoy, check_all)
 
 
-def contests(layers: Sequence[tuple[Layer, int]], session: Session, tuned: str = "") -> Iterator[Contest]:
+def contests(layers: Sequence[tuple[str, int]], session: Session, tuned: str = "") -> Iterator[Contest]:
     """Every layer, one after the other. tuned: a folder of winners, by which `auto` is measured once more. Collective.
 
     Raises:
         ValueError: on every rank, if rank 0 finds no winners there.
     """
     world, settings = session.world, session.settings
-    configs = {method: replace(settings.config, method=method) for method in settings.methods}
-    makers = {method: partial(overlapped, config, world.group) for method, config in configs.items()}
+    makers: dict[str, Maker] = {
+        method: partial(overlapped, replace(settings.config, method=method), world.group) for method in settings.methods
+    }
     if tuned:
         refuse_without_winners(tuned, world)
         by_winners = replace(settings.config, method=AUTO, tuning_dir=tuned)
         makers[TUNED] = partial(overlapped, by_winners, dist.new_group())  # all calls of a group go by one table
     makers |= {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world)}
-    elements = max(sequence * max(layer.column_k, layer.row_n) for layer, sequence in layers)
+    elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
     session.domain([elements * settings.dtype.itemsize])
     for layer, sequence in layers:
-        ways = {name: Way(forward_backward(make), name if name in configs else "") for name, make in makers.items()}
-        ways["gemms"] = Way(six_gemms_alone(world))
-        head = {"layer": layer.name, "world": world.size, "seq": sequence}
-        te, inputs = partial(te_ways, layer, sequence, session), inputs_of(layer, sequence, session)
-        flops, title = layer.flops(sequence, world.size), f"{layer.name} s={sequence}"
-        yield Contest(title, head, flops, inputs, ways, row, te, graph=True)
+        yield contest_of(layer, sequence, makers, session)
+
+
+def contest_of(layer: str, sequence: int, makers: Mapping[str, Maker], session: Session) -> Contest:
+    """All methods and baselines of one layer, and its rows in layers.json."""
+    world, methods = session.world, session.settings.methods
+    ways = {name: Way(forward_backward(make), name if name in methods else "") for name, make in makers.items()}
+    ways["gemms"] = Way(six_gemms_alone(world))
+    head = {"layer": layer, "world": world.size, "seq": sequence}
+    te, inputs = partial(te_ways, layer, sequence, session), inputs_of(layer, sequence, session)
+    flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
+    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways, row, te, graph=True)
 
 
 def row(ms: Mapping[str, float]) -> Row:
@@ -187,12 +195,12 @@ def row(ms: Mapping[str, float]) -> Row:
 
 
 @contextmanager
-def te_ways(layer: Layer, sequence: int, session: Session, te: Any) -> Iterator[Ways]:
+def te_ways(layer: str, sequence: int, session: Session, te: Any) -> Iterator[Ways]:
     """TransformerEngine's linears, with userbuffers where these can be made for the layer. Collective."""
-    world, dtype = session.world, session.settings.dtype
-    with transformer_engine.userbuffers(te, sequence, (layer.column_k, layer.row_n), world, dtype) as problem:
+    world, ((_, k1), (n2, _)) = session.world, LAYERS[layer]
+    with transformer_engine.userbuffers(te, sequence, (k1, n2), world, session.settings.dtype) as problem:
         if problem is not None:
-            session.results.note(f"{layer.name} s={sequence}: te_userbuffers: {problem}", failure=False)
+            session.results.note(f"{layer} s={sequence}: te_userbuffers: {problem}", failure=False)
         names = ("te", *transformer_engine.USERBUFFERS) if problem is None else ("te",)
         yield {name: Way(forward_backward(partial(transformer_engine.linears, te, world, name))) for name in names}
 

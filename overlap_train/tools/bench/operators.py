@@ -8,6 +8,7 @@ gets has a domain of the same ranks, with a process group of its own. Beside our
     async_tp    PyTorch's async-TP
     three_gemms the asynchronous scheme: three GEMMs, each exchange under the GEMM of the next (of q under k's, of k under v's).
                 Gives q, k and v as three tensors, as the models do that work like this
+    by_nodes    the same as sequence with NCCL in two steps (two_steps.py)
     gemm, comm  each half of the work alone; only timed
 """
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from ...group.domain import OverlapDomain
 from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
-from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, INBOUND, SCATTER
 from ...select.choose import choose
 from ...select.low_latency import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
@@ -36,6 +37,7 @@ from ..measure.timing import Call
 from ..measure.world import World, pretends
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 from .turns import Contest, Way, Ways, note
+from .two_steps import NodeGroups
 
 Names = Sequence[str]
 TABLE_6 = "table6"
@@ -129,16 +131,17 @@ def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int]
     if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
         session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
     others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
-    domains = [own, *(other.domain(received) for other in others)]
+    domains, groups = (
+        [own, *(other.domain(received) for other in others)],
+        NodeGroups.of(own.topology, session.world.group),
+    )
     for case in cases:
         inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
         if inputs is None or problem is not None:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
-        contest = contest_of(case, inputs, domains, session)
-        del inputs
-        yield contest
-        del contest
+        yield contest_of(case, inputs, domains, groups, session)
+        del inputs  # before the next come
 
 
 def _slot_bytes(case: Case, session: Session) -> int:
@@ -148,14 +151,23 @@ def _slot_bytes(case: Case, session: Session) -> int:
     return min(needed, most) if case.op in EXCHANGES else needed
 
 
-def contest_of(case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], session: Session) -> Contest:
+def contest_of(
+    case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: NodeGroups | None, session: Session
+) -> Contest:
     """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
     world, dtype = session.world, str(session.settings.dtype).removeprefix("torch.")
     ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, domains[0], session).items()}
-    baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy))
+    baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), groups)
     if domains[0].topology.nodes > 1:  # PyTorch's async-TP stays in a node
         baselines.pop("async_tp", None)
-    names = ("sequence", "async_tp", "gemm", "comm", *["three_gemms"] * (case.op in EXCHANGES))
+    names = [
+        "sequence",
+        "async_tp",
+        "gemm",
+        "comm",
+        *["three_gemms"] * (case.op in EXCHANGES),
+        *["by_nodes"] * bool(groups),
+    ]
 
     def row(ms: Mapping[str, float]) -> Row:
         bound = ms["sequence"] / max(ms["gemm"], ms["comm"])
@@ -207,37 +219,36 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
     return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
 
 
-def baselines_of(case: Case, world: World, sets: Sequence[Operands]) -> dict[str, Run]:
+def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: NodeGroups | None) -> dict[str, Run]:
     """The baselines of a pass; `sets` are all inputs that they will get. Buffers that a framework would reuse are reused."""
-    like = sets[0]
-    if case.kind == GATHER:
-        buffer = torch.empty_like(like.whole)
-        return {
-            "sequence": lambda o: world.gather(o.left, buffer) @ o.right,
-            "async_tp": lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1],
-            "gemm": lambda o: o.whole @ o.right,
-            "comm": lambda o: world.gather(o.left, buffer),
-        }
-    if case.kind == SCATTER:
-        return {
-            "sequence": lambda o: world.scatter(o.left @ o.right),
-            "async_tp": lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group),
-            "gemm": lambda o: o.left @ o.right,
-            "comm": lambda o: world.scatter(o.whole),
-        }
-    if case.kind == A2A_GEMM:
-        return {
-            "sequence": lambda o: side_by_side(world.size, world.exchange(o.left)) @ o.right,
-            "gemm": lambda o: o.whole @ o.right,
-            "comm": lambda o: world.exchange(o.left),
-        }
-    blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
-    return {
-        "sequence": lambda o: world.exchange(blocks_for(world.size, o.left @ o.right)),
-        "three_gemms": three_gemms(case, world, sets),
-        "gemm": lambda o: o.left @ o.right,
-        "comm": lambda o: world.exchange(blocks),
+    like, kind, found = sets[0], case.kind, dict[str, Run]()
+    buffer = torch.empty_like(like.whole) if kind == GATHER else like.whole
+    if kind == GATHER:
+        found["async_tp"] = lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1]
+        found["comm"] = lambda o: world.gather(o.left, buffer)
+    elif kind == SCATTER:
+        found["async_tp"] = lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group)
+        found["comm"] = lambda o: world.scatter(o.whole)
+    elif kind == A2A_GEMM:
+        found["comm"] = lambda o: world.exchange(o.left)
+    else:
+        blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
+        found |= {"comm": lambda o: world.exchange(blocks), "three_gemms": three_gemms(case, world, sets)}
+    if groups is not None:
+        found["by_nodes"] = one_after_the_other(kind, groups, buffer)
+    gemm: Run = (lambda o: o.whole @ o.right) if kind in INBOUND else (lambda o: o.left @ o.right)
+    return found | {"sequence": one_after_the_other(kind, world, buffer), "gemm": gemm}
+
+
+def one_after_the_other(kind: str, by: World | NodeGroups, buffer: torch.Tensor) -> Run:
+    """The communication of a pass, in one step or in two, and its GEMM. buffer: for what is gathered."""
+    runs: dict[str, Run] = {
+        GATHER: lambda o: by.gather(o.left, buffer) @ o.right,
+        SCATTER: lambda o: by.scatter(o.left @ o.right),
+        GEMM_A2A: lambda o: by.exchange(blocks_for(by.size, o.left @ o.right)),
+        A2A_GEMM: lambda o: side_by_side(by.size, by.exchange(o.left)) @ o.right,
     }
+    return runs[kind]
 
 
 def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:

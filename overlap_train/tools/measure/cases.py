@@ -95,26 +95,10 @@ def weight_of(name: str) -> tuple[int, int]:
     return model.linears["proj"][1] if name.endswith("-proj") else model.ffn_hidden_size, model.hidden_size
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One column-parallel and one row-parallel linear: x [s, K1] -> [s, N1], h [s, K2] -> [s, N2]; global sizes.
-
-    What a model computes between the two is left out.
-    """
-
-    name: str
-    column_n: int
-    column_k: int
-    row_n: int
-    row_k: int
-
-    def flops(self, sequence: int, world: int) -> float:
-        """Floating-point operations of one rank's six GEMMs."""
-        return 6 * sequence * (self.column_n * self.column_k + self.row_n * self.row_k) / world
-
-
+# Layer by name: the weights [N, K] of a column- and of a row-parallel linear, global sizes. What a model computes between the two
+# is left out.
 LAYERS = {
-    f"{name}-{half}": Layer(f"{name}-{half}", *model.linears[column], *model.linears[row])
+    f"{name}-{half}": (model.linears[column], model.linears[row])
     for name, model in MODELS.items()
     for half, column, row in (("mlp", "fc1", "fc2"), ("attn", "qkv", "proj"))
 }

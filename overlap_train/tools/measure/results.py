@@ -20,8 +20,7 @@ import torch.distributed as dist
 from ...select.table import installed
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], Any]]
-Columns = Sequence[Column]
+Columns = Sequence[tuple[str, Callable[[Row], Any]]]  # heading, and what stands below it
 _PACKAGES = "triton megatron-core nvshmem4py-cu13 nvidia-nvshmem-cu13 transformer-engine overlap-train"
 
 
@@ -94,11 +93,6 @@ def plain(keys: Mapping[str, str]) -> Columns:
     return tuple((heading, lambda row, key=key: row.get(key)) for heading, key in keys.items())
 
 
-def cells(rows: list[Row], columns: Columns) -> list[list[str]]:
-    """The table as text, headings first."""
-    return [[heading for heading, _ in columns], *([cell(value(row)) for _, value in columns] for row in rows)]
-
-
 def cell(value: Any) -> str:
     """A dash for None. Numbers have three digits after the point below 10, two above."""
     if value is None:
@@ -108,15 +102,19 @@ def cell(value: Any) -> str:
 
 def markdown(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
     """The table, the lines of the summary, then the notes as a list."""
-    heading, *body = cells(rows, columns)
-    lines = [heading, ["---"] * len(heading), *body]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    heading, *body = _cells(rows, columns)
+    text = "\n".join("| " + " | ".join(line) + " |" for line in (heading, ["---"] * len(heading), *body))
     return "\n\n".join([text, *summary, *(f"- {note}" for note in notes)]) + "\n"
 
 
 def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
     """Aligned columns, the summary, then the notes."""
-    return "\n".join([*aligned(cells(rows, columns)), *summary, *notes])
+    return "\n".join([*aligned(_cells(rows, columns)), *summary, *notes])
+
+
+def _cells(rows: list[Row], columns: Columns) -> list[list[str]]:
+    """The table as text, headings first."""
+    return [[heading for heading, _ in columns], *([cell(value(row)) for _, value in columns] for row in rows)]
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

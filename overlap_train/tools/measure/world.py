@@ -54,15 +54,12 @@ class World:
         return bool(found.item())
 
     def attempt(self, work: Callable[[], object]) -> str | None:
-        """Run `work` on all ranks. None if it succeeded on all; else what went wrong here, or "failed on another rank"."""
+        """Run `work` on all ranks. None if it succeeded on all; else what went wrong here, or "failed on another rank". Any error
+        counts: a library that lacks an operation or a wrong result must not end a run of minutes."""
         return self.result_of(work)[1]
 
     def result_of(self, work: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """What `work` returns, and what `attempt` says.
-
-        Any error counts: a library that lacks an operation, a kernel that does not compile or a wrong result must not
-        end a run of minutes.
-        """
+        """What `work` returns, and what `attempt` says."""
         result, problem = None, None
         try:
             result = work()
@@ -141,12 +138,7 @@ def _own_gpu() -> int:
 
 
 # Sockets over loopback carried 2.0 GB/s each way as they come, and 5.3 so (2 x H200).
-_SOCKETS = {
-    "NCCL_SOCKET_NTHREADS": "8",
-    "NCCL_NSOCKS_PERTHREAD": "4",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-}
+_SOCKETS = dict(NCCL_SOCKET_NTHREADS="8", NCCL_NSOCKS_PERTHREAD="4", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 _HOST = "NCCL_HOSTID"
 
 

@@ -6,7 +6,7 @@ kernels from begin to end: what one waits inside itself counts as computation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +23,20 @@ STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kerne
 LONG = 5000.0  # microseconds: where a call takes longer, its picture is in milliseconds
 
 
-def _communicates(span: Span) -> bool:
-    return span["kind"] in COMMUNICATION
+# What a picture has above each other, from below. Across nodes waits are in none.
+LANES: tuple[str, ...] = ("communication", "kernels")
+STAGES = ("network", "sums", "inside nodes", "products")
 
 
-def _crosses(span: Span) -> bool:
-    return "nccl" in span["name"].lower()
-
-
-def _adds(span: Span) -> bool:
-    return "add_blocks" in span["name"]
-
-
-# What a picture has above each other, from below, and whether a span is drawn there.
-Lanes = dict[str, Callable[[Span], bool]]
-LANES: Lanes = {"communication": _communicates, "kernels": lambda span: not _communicates(span)}
-STAGES: Lanes = {  # of a call across nodes
-    "network": _crosses,
-    "sums": _adds,
-    "inside nodes": lambda span: span["kind"] == "communication" and not _crosses(span),
-    "products": lambda span: not _communicates(span) and not _adds(span),
-}
+def lane_of(span: Span, lanes: Sequence[str]) -> str:
+    """The lane that a span is drawn in."""
+    if lanes == LANES:
+        return "communication" if span["kind"] in COMMUNICATION else "kernels"
+    if "nccl" in span["name"].lower():
+        return "network"
+    if "add_blocks" in span["name"]:
+        return "sums"
+    return {"communication": "inside nodes", "waiting": ""}.get(span["kind"], "products")
 
 
 def kind_of(span: Span, compute_stream: int) -> str:
@@ -95,12 +88,6 @@ def exposed(spans: Sequence[Span]) -> list[Interval]:
     return [(start, end) for start, end in parts if end > start]
 
 
-def common(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What lies in both."""
-    found = [(max(a, c), min(b, d)) for a, b in some for c, d in others]
-    return [(start, end) for start, end in found if end > start]
-
-
 def total(intervals: Sequence[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
@@ -120,8 +107,9 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
     spans_nodes, everything, lanes = "nodes" in recording["shape"], [s for some in calls.values() for s in some], LANES
-    if spans_nodes:  # a node of one rank adds nothing
-        lanes = {label: holds for label, holds in STAGES.items() if any(map(holds, everything))}
+    if spans_nodes:
+        used = {lane_of(span, STAGES) for span in everything}
+        lanes = tuple(lane for lane in STAGES if lane in used)  # a node of one rank adds nothing
     unit = (1000.0, "ms", 2) if length_of(everything) >= LONG else (1.0, "µs", 0)  # one: a reader compares panels
     explained = ("gemm", "compute", "hidden", "exposed", "inside", "bound")
     count, height = len(methods) * len(operators), 0.55 + 0.25 * len(lanes)
@@ -136,7 +124,7 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
             if one_after_the_other := calls.get((operator, "collective")):
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
     for axes in grid.flat:
-        axes.set_yticks([height + 0.4 for height in range(len(lanes))], list(lanes))
+        axes.set_yticks([height + 0.4 for height in range(len(lanes))], lanes)
         axes.tick_params(left=False, labelleft=axes in grid[:, 0])
     for axes in grid[-1]:
         axes.set_xlabel(unit[1])
@@ -145,14 +133,16 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
 
 
 def _draw_lanes(
-    axes: Any, title: str, spans: Sequence[Span], storing: tuple[str, ...], unit: Unit, lanes: Lanes
+    axes: Any, title: str, spans: Sequence[Span], storing: tuple[str, ...], unit: Unit, lanes: Sequence[str]
 ) -> None:
     """Lane above lane; the title says how long it took and how much of that was exposed. storing: kernels with an outline."""
     bare, length = exposed(spans), length_of(spans)
-    for height, holds in enumerate(lanes.values()):
-        here = [span for span in spans if holds(span)]
+    for height, lane in enumerate(lanes):
+        here = [span for span in spans if lane_of(span, lanes) == lane]
         sent = union(here, COMMUNICATION)
-        parts = {kind: union(here, (kind,)) for kind in COMPUTATION} | {"hidden": sent, "exposed": common(bare, sent)}
+        both = [(max(a, c), min(b, d)) for a, b in bare for c, d in sent]
+        shown = [(start, end) for start, end in both if end > start]
+        parts = {kind: union(here, (kind,)) for kind in COMPUTATION} | {"hidden": sent, "exposed": shown}
         for name in ("compute", "gemm", "hidden", "exposed"):
             bars = [(start, end - start) for start, end in parts[name]]
             axes.broken_barh(bars, (height, 0.8), color=look_of(name).colour, linewidth=0.4)

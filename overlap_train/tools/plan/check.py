@@ -127,8 +127,8 @@ def _layers(record: str, rows: list[Row], system: System) -> list[Compared]:
 
 def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
     """Microseconds of a layer's forward and backward. is_graph: the host takes no part."""
-    layer, strategy = LAYERS[row["layer"]], Strategy(row["world"], row["seq"])
-    linears = (Linear("column", layer.column_n, layer.column_k, True), Linear("row", layer.row_n, layer.row_k, False))
+    (column, scattered), strategy = LAYERS[row["layer"]], Strategy(row["world"], row["seq"])
+    linears = (Linear("column", *column, True), Linear("row", *scattered, False))
     firsts = [first_pass(linear, strategy) for linear in linears]
     passes = [(p, is_backward) for first in firsts for p, is_backward in ((first, False), (first.dgrad, True))]
     parts = [_by(method, p, system, 1, is_backward) for p, is_backward in passes]
