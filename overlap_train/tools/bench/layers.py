@@ -42,13 +42,9 @@ MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
 
 # (layer, sequence): the rows of the table of goals first
 DEFAULT_LAYERS = (
-    ("llama3-8b-mlp", 8192),
-    ("llama3-70b-mlp", 8192),
-    ("llama3-8b-mlp", 4096),
-    ("llama3-8b-attn", 8192),
-    ("llama3-70b-attn", 8192),
-    ("qwen3-32b-mlp", 8192),
-)
+    ("llama3-8b-mlp", 8192), ("llama3-70b-mlp", 8192), ("llama3-8b-mlp", 4096),
+    ("llama3-8b-attn", 8192), ("llama3-70b-attn", 8192), ("qwen3-32b-mlp", 8192),
+)  # fmt: skip
 
 
 def layer_cases(names: Sequence[str], sequences: Sequence[int], world: int) -> list[tuple[str, int]]:
@@ -63,9 +59,8 @@ def layer_cases(names: Sequence[str], sequences: Sequence[int], world: int) -> l
         pairs = [(name, sequence) for name in names for sequence in sequences or [8192]]
     for name, sequence in pairs:
         (n1, _), (_, k2) = LAYERS[name]
-        check_divisible("--seq", sequence, world)
-        check_divisible(f"{name}: features", n1, world)
-        check_divisible(f"{name}: features", k2, world)
+        for what, size in (("--seq", sequence), (f"{name}: features", n1), (f"{name}: features", k2)):
+            check_divisible(what, size, world)
     return pairs
 
 
@@ -82,25 +77,17 @@ class Data:
 
     @classmethod
     def make(cls, layer: str, sequence: int, world: World, dtype: torch.dtype, seed: int) -> Data:
-        generator, ranks = torch.Generator(world.device).manual_seed(1000 * seed + world.rank), world.size
-        (n1, k1), (n2, k2) = LAYERS[layer]
-
-        def normal(rows: int, columns: int) -> torch.Tensor:
-            return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
-
-        return cls(
-            normal(sequence // ranks, k1).requires_grad_(),
-            torch.nn.Parameter(normal(n1 // ranks, k1)),
-            normal(sequence, n1 // ranks),
-            normal(sequence, k2 // ranks).requires_grad_(),
-            torch.nn.Parameter(normal(n2, k2 // ranks)),
-            normal(sequence // ranks, n2),
-        )
+        generator, w = torch.Generator(world.device).manual_seed(1000 * seed + world.rank), world.size
+        (n1, k1), (n2, k2), s = *LAYERS[layer], sequence
+        shapes = ((s // w, k1), (n1 // w, k1), (s, n1 // w), (s, k2 // w), (n2, k2 // w), (s // w, n2))
+        x, w1, dy, h, w2, dz = (torch.randn(*n, dtype=dtype, device=world.device, generator=generator) for n in shapes)
+        return cls(x.requires_grad_(), torch.nn.Parameter(w1), dy, h.requires_grad_(), torch.nn.Parameter(w2), dz)
 
 
-def gradients(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
-) -> Outcome:
+Tensors = Sequence[torch.Tensor]
+
+
+def gradients(outputs: Tensors, leaves: Tensors, given: Tensors) -> Outcome:
     """The outputs and the gradients of the leaves, from those of the outputs. In this thread: training wakes autograd's own
     thread, which takes 0.3 ms, once a step and not once a layer."""
     with torch.autograd.set_multithreading_enabled(False):
@@ -207,10 +194,8 @@ def te_ways(layer: str, sequence: int, session: Session, te: Any) -> Iterator[Wa
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> tuple[Linear, Linear]:
     """A layer's column and row linear by one of our methods."""
-    return (
-        lambda x: all_gather_linear(x, data.w1, group=group, config=config),
-        lambda h: linear_reduce_scatter(h, data.w2, group=group, config=config),
-    )
+    told: Any = {"group": group, "config": config}
+    return lambda x: all_gather_linear(x, data.w1, **told), lambda h: linear_reduce_scatter(h, data.w2, **told)
 
 
 def refuse_without_winners(folder: str, world: World) -> None:

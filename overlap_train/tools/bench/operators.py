@@ -131,10 +131,8 @@ def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int]
     if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
         session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
     others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
-    domains, groups = (
-        [own, *(other.domain(received) for other in others)],
-        NodeGroups.of(own.topology, session.world.group),
-    )
+    domains = [own, *(other.domain(received) for other in others)]
+    groups = NodeGroups.of(own.topology, session.world.group)
     for case in cases:
         inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
         if inputs is None or problem is not None:
@@ -155,35 +153,21 @@ def contest_of(
     case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: NodeGroups | None, session: Session
 ) -> Contest:
     """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
-    world, dtype = session.world, str(session.settings.dtype).removeprefix("torch.")
-    ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, domains[0], session).items()}
+    world, dtype, own = session.world, str(session.settings.dtype).removeprefix("torch."), domains[0]
+    ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, own, session).items()}
     baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), groups)
-    if domains[0].topology.nodes > 1:  # PyTorch's async-TP stays in a node
+    if own.topology.nodes > 1:  # PyTorch's async-TP stays in a node
         baselines.pop("async_tp", None)
-    names = [
-        "sequence",
-        "async_tp",
-        "gemm",
-        "comm",
-        *["three_gemms"] * (case.op in EXCHANGES),
-        *["by_nodes"] * bool(groups),
-    ]
+    names = ["sequence", "async_tp", "gemm", "comm"]
+    names += ["three_gemms"] * (case.op in EXCHANGES) + ["by_nodes"] * bool(groups)
 
     def row(ms: Mapping[str, float]) -> Row:
         bound = ms["sequence"] / max(ms["gemm"], ms["comm"])
         return {f"{name}_ms": ms.get(name) for name in names} | {"bound": bound}
 
-    head = {
-        "op": case.op,
-        "pass": case.pass_,
-        "world": world.size,
-        "m": case.m,
-        "n": case.n,
-        "k": case.k,
-        "dtype": dtype,
-    }
+    head = {"op": case.op, "pass": case.pass_, "m": case.m, "n": case.n, "k": case.k, "dtype": dtype}
     ways |= {name: Way(run) for name, run in baselines.items()}
-    return Contest(case.name, head, case.flops(world.size), inputs, ways, row)
+    return Contest(case.name, head | {"world": world.size}, case.flops(world.size), inputs, ways, row)
 
 
 def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, session: Session) -> Ways:

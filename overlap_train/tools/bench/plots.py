@@ -22,11 +22,9 @@ from ..pictures.style import PERFECT, in_order, load, look_of
 Panels = dict[str, list[Row]]
 Record = dict[str, Any]  # a JSON file: its rows, and on what they were measured
 OPERATORS = {
-    "ag_gemm": "all_gather_linear",
-    "gemm_rs": "linear_reduce_scatter",
-    "gemm_a2a": "linear_all_to_all",
-    "a2a_gemm": "all_to_all_linear",
-}
+    "ag_gemm": "all_gather_linear", "gemm_rs": "linear_reduce_scatter",
+    "gemm_a2a": "linear_all_to_all", "a2a_gemm": "all_to_all_linear",
+}  # fmt: skip
 PASSES = {"fprop": "forward", "dgrad": "input gradient"}
 # Baselines beside our methods, and by what each is divided. TransformerEngine's core attention is another one.
 OVER_SEQUENCE = dict.fromkeys(("async_tp", "three_gemms", "by_nodes"), "sequence_ms")
@@ -76,12 +74,10 @@ def draw_operators(record: Record, path: Path) -> Path:
     for row in (row for row in rows if row["m"] in sizes):
         title = f"{OPERATORS[row['op']]}\n{PASSES[row['pass']]}, M = {row['m']}\n{weight_name(row['n'], row['k'])}"
         panels.setdefault(title, []).append(row)
-    header = (
-        f"Operators: speed-up over NCCL + cuBLAS, {machine_of(record)}",
-        f"Higher is better. {PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it).",
-    )
-    drawn = {title: _bars(some, "sequence_ms", OVER_SEQUENCE, is_speed_up=True) for title, some in panels.items()}
-    return bars(drawn, header, SPEED_UP, path)
+    title = f"Operators: speed-up over NCCL + cuBLAS, {machine_of(record)}"
+    meaning = f"{PERFECT.capitalize()}: the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it)."
+    drawn = {name: _bars(some, "sequence_ms", OVER_SEQUENCE, is_speed_up=True) for name, some in panels.items()}
+    return bars(drawn, (title, f"Higher is better. {meaning}"), SPEED_UP, path)
 
 
 def draw_layers(record: Record, path: Path) -> Path:
@@ -90,18 +86,13 @@ def draw_layers(record: Record, path: Path) -> Path:
     for row in record["rows"]:
         panels.setdefault(f"{row['layer']}, s = {row['seq']}", []).append(row)
     if "alone_ms" in record["rows"][0]:
-        floor, baselines, scale = "alone_ms", OVER_BLOCK, BLOCKS
-        header = (
-            f"Ulysses attention, forward and backward, over the same without exchanges, {machine_of(record)}",
-            "Lower is better. 1.00: the same block without exchanges.",
-        )
+        over, scale, meaning = ("alone_ms", OVER_BLOCK), BLOCKS, "the same block without exchanges"
+        title = "Ulysses attention, forward and backward, over the same without exchanges"
     else:
-        floor, baselines, scale = "gemms_ms", OVER_GEMMS, LAYERS
-        header = (
-            f"Layers: forward and backward over their six GEMMs alone, {machine_of(record)}",
-            "Lower is better. 1.00: the GEMMs alone; out of reach where copies take longer than the GEMMs that hide them.",
-        )
-    return bars({title: _bars(some, floor, baselines) for title, some in panels.items()}, header, scale, path)
+        over, scale, title = ("gemms_ms", OVER_GEMMS), LAYERS, "Layers: forward and backward over their six GEMMs alone"
+        meaning = "the GEMMs alone; out of reach where copies take longer than the GEMMs that hide them"
+    header = (f"{title}, {machine_of(record)}", f"Lower is better. 1.00: {meaning}.")
+    return bars({name: _bars(some, *over) for name, some in panels.items()}, header, scale, path)
 
 
 def _bars(rows: Sequence[Row], over: str, baselines: Mapping[str, str], is_speed_up: bool = False) -> list[Bar]:

@@ -16,8 +16,7 @@ TITLE, TEXT, SMALL = 12.5, 10, 9  # points; nothing is smaller
 HEADER_LINE, LEGEND_COLUMNS = 0.24, 3  # inches
 LEGEND: Any = {
     "loc": "upper left", "frameon": False, "fontsize": TEXT, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.5,
-    "handletextpad": 0.5, "columnspacing": 1.5,
-    "ncols": LEGEND_COLUMNS,
+    "handletextpad": 0.5, "columnspacing": 1.5, "ncols": LEGEND_COLUMNS,
 }  # fmt: skip
 SETTINGS: Any = {
     "figure.dpi": 150, "font.size": SMALL, "axes.titlesize": TEXT, "axes.titlelocation": "left", "axes.spines.top": False,
