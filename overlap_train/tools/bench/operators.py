@@ -37,7 +37,7 @@ from ..measure.timing import Call
 from ..measure.world import World, pretends
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 from .turns import Contest, Way, Ways, note
-from .two_steps import NodeGroups
+from .two_steps import TwoSteps
 
 Names = Sequence[str]
 TABLE_6 = "table6"
@@ -132,7 +132,7 @@ def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int]
         session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
     others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
     domains = [own, *(other.domain(received) for other in others)]
-    groups = NodeGroups.of(own.topology, session.world.group)
+    groups = TwoSteps.of(own.topology, session.world)
     for case in cases:
         inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
         if inputs is None or problem is not None:
@@ -150,7 +150,7 @@ def _slot_bytes(case: Case, session: Session) -> int:
 
 
 def contest_of(
-    case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: NodeGroups | None, session: Session
+    case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: TwoSteps | None, session: Session
 ) -> Contest:
     """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
     world, dtype, own = session.world, str(session.settings.dtype).removeprefix("torch."), domains[0]
@@ -203,7 +203,7 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
     return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
 
 
-def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: NodeGroups | None) -> dict[str, Run]:
+def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: TwoSteps | None) -> dict[str, Run]:
     """The baselines of a pass; `sets` are all inputs that they will get. Buffers that a framework would reuse are reused."""
     like, kind, found = sets[0], case.kind, dict[str, Run]()
     buffer = torch.empty_like(like.whole) if kind == GATHER else like.whole
@@ -224,7 +224,7 @@ def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: Nod
     return found | {"sequence": one_after_the_other(kind, world, buffer), "gemm": gemm}
 
 
-def one_after_the_other(kind: str, by: World | NodeGroups, buffer: torch.Tensor) -> Run:
+def one_after_the_other(kind: str, by: World | TwoSteps, buffer: torch.Tensor) -> Run:
     """The communication of a pass, in one step or in two, and its GEMM. buffer: for what is gathered."""
     runs: dict[str, Run] = {
         GATHER: lambda o: by.gather(o.left, buffer) @ o.right,

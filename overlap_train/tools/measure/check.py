@@ -6,10 +6,8 @@ Inputs are exact in their dtype. With u = eps(dtype) / 2, e = eps(fp32) and p_r 
     sum of W partials       |y - exact| <= u |exact| + W u sum_r |p_r| + 2 (K + W) e |a| |b|
 
 The second allows every partial sum to be rounded to the dtype (NCCL does). |a| |b| is bounded by the product of the
-norms of the row and the column. Both get 5 % for terms of higher order.
-
-What is in fp64 takes four times as much memory as the inputs. So products are made and compared block by block, and of a product
-over K only the exact result stays: 27 GiB in the longest case of two nodes, of the 80 GB of an H100.
+norms of the row and the column. Both get 5 % for terms of higher order. What is in fp64 takes four times as much memory as the
+inputs: products are made and compared block by block, and of a product over K only the exact result stays.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
 from ...select.method import NAMES, Method
 from .cases import Case
-from .check import Reference, check, product_reference, scatter_reference
+from .check import check, product_reference, scatter_reference
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
@@ -70,12 +70,8 @@ class Session:
         once. Collective."""
         domain = domain_of(self.world.group, self.settings.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
-        request = Request(
-            "a measurement",
-            f"the largest shape, {max(received)} bytes",
-            slot_bytes=max(received),
-            flagged_bytes=max(words, default=0),
-        )
+        largest, flagged = max(received), max(words, default=0)
+        request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
         prepare(domain, request, None, "overlap_train.tools")
         return domain
 
@@ -97,11 +93,6 @@ class Operands:
     left: torch.Tensor
     right: torch.Tensor
     whole: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that every method reads, at the least."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.left, self.right))
 
 
 def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
@@ -153,21 +144,17 @@ def inputs_of(case: Case, session: Session) -> Inputs:
     """The operands of one case, in as many sets as the L2 cache cannot hold. Collective."""
     make = partial(make_operands, case, session.world, session.settings.dtype)
     first, decoy = make(0), make(99)
-    sets = [first, *(make(seed) for seed in range(1, input_sets(first.nbytes)))]
-    reference = reference_of(case, first, session.world)
+    sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
+    if case.kind == SCATTER:
+        reference = scatter_reference(first.left, first.right, session.world.group)
+    else:  # the unsharded product, or this rank's columns of it
+        ranks, rank = (session.world.size, session.world.rank) if case.kind == GEMM_A2A else (1, 0)
+        reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
 
     def check_columns(name: str, found: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         check(name, found if isinstance(found, torch.Tensor) else torch.cat(found, dim=1), reference)
 
     return Inputs(sets, decoy, check_columns)
-
-
-def reference_of(case: Case, o: Operands, world: World) -> Reference:
-    """The unsharded product that the pass must give on this rank."""
-    if case.kind == SCATTER:
-        return scatter_reference(o.left, o.right, world.group)
-    columns = o.right.chunk(world.size, dim=1)[world.rank] if case.kind == GEMM_A2A else o.right
-    return product_reference(o.whole, columns)
 
 
 def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None) -> str | None:
@@ -203,35 +190,21 @@ def tag_of(case: Case, choice: Choice) -> Tag:
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
     """Our pass, as autograd runs it (linear.py), with nothing after it."""
     by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
-    plan, tag, engine = plan_of(case, domain, by, like), tag_of(case, by), _ENGINES[case.kind]
+    plan, tag, kind, ranks = plan_of(case, domain, by, like), tag_of(case, by), case.kind, domain.world_size
 
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
-            return engine(domain, plan, tag, o)
+            if kind == GATHER:
+                return start_gather(domain, plan, tag, o.left).matmul(o.right)
+            if kind == SCATTER:
+                return start_scatter(domain, plan, tag, o.left, o.right).finish()
+            if kind == GEMM_A2A:
+                y = o.left.new_empty(ranks, len(o.left), o.right.shape[1] // ranks)
+                return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
+            y = o.left.new_empty(len(o.left) // ranks, o.right.shape[1])
+            return start_all_to_all_gemm(domain, plan, tag, o.left.unflatten(0, (ranks, -1))).matmul(o.right, y)
 
     return run
-
-
-def _gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    return start_gather(domain, plan, tag, o.left).matmul(o.right)
-
-
-def _scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    return start_scatter(domain, plan, tag, o.left, o.right).finish()
-
-
-def _gemm_a2a(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    y = o.left.new_empty(domain.world_size, len(o.left), o.right.shape[1] // domain.world_size)
-    return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
-
-
-def _a2a_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    y = o.left.new_empty(len(o.left) // domain.world_size, o.right.shape[1])
-    blocks = o.left.unflatten(0, (domain.world_size, -1))
-    return start_all_to_all_gemm(domain, plan, tag, blocks).matmul(o.right, y)
-
-
-_ENGINES = {GATHER: _gather, SCATTER: _scatter, GEMM_A2A: _gemm_a2a, A2A_GEMM: _a2a_gemm}
 
 
 def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
