@@ -128,8 +128,8 @@ def inputs_of(layer: str, sequence: int, session: Session) -> Inputs:
     whole_x, whole_dz = world.gather(data.x), world.gather(data.dz)
     references = (
         product_reference(whole_x, data.w1.t()),
-        scatter_reference(data.h, data.w2.t(), world.group),
-        scatter_reference(data.dy, data.w1, world.group),
+        scatter_reference(data.h, data.w2.t(), world),
+        scatter_reference(data.dy, data.w1, world),
         product_reference(data.dy.t(), whole_x),
         product_reference(whole_dz, data.w2),
         product_reference(whole_dz.t(), data.h),

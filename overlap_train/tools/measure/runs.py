@@ -146,7 +146,7 @@ def inputs_of(case: Case, session: Session) -> Inputs:
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
     if case.kind == SCATTER:
-        reference = scatter_reference(first.left, first.right, session.world.group)
+        reference = scatter_reference(first.left, first.right, session.world)
     else:  # the unsharded product, or this rank's columns of it
         ranks, rank = (session.world.size, session.world.rank) if case.kind == GEMM_A2A else (1, 0)
         reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
