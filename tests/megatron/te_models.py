@@ -156,7 +156,7 @@ def what_cannot_overlap_stays_transformer_engines() -> None:
         (model, "use_transformer_engine_op_fuser=True"),
         (_fused_by_its_spec(), "TEFusedMLPWithGroupedLinear in the model"),
         (gated, "attention_output_gate=True"),
-        (model_of(2, cp_comm_type="p2p"), "tensor_model_parallel_size=1.*--cp-comm-type a2a"),
+        (model_of(2, cp_comm_type="p2p"), "tensor_model_parallel_size=1.*cp_comm_type='a2a'"),
     ):
         with pytest.raises(ValueError, match=why):
             quietly_enable(refused, OverlapConfig())
