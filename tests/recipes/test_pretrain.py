@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
         "overlapped": (on, "--save", first, "--save-interval", 3, "--sample-bytes", 4),
         "megatron": (),
         "replicas": ("--tp", 1),
+        "nothing to overlap": ("--tp", 1, on, "--overlap-train-on-unsupported", "fallback", "--train-iters", 1),
         "ulysses": (on, "--cp", 2, "--sample-bytes", 4),
         "resumed": (on, "--load", first / "iter_0000003", "--save", folder / "second"),
         "resumed by replicas": ("--tp", 1, "--load", first / "iter_0000003"),
@@ -150,6 +152,11 @@ def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(ranks: 
         for name in ("overlapped", "twice the batch")
     ]
     assert rates[0] == rates[1] != []
+
+
+def test_a_run_names_no_flags_of_megatrons_scripts(ranks: list[dict[str, Ended]]) -> None:
+    output = ranks[0]["nothing to overlap"].output
+    assert "with one rank there is nothing to overlap" in output and "--" not in re.sub("-{3,}", "", output)
 
 
 @pytest.mark.parametrize(
