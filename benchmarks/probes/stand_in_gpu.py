@@ -82,6 +82,8 @@ def _kind(value: Any) -> str:
 class Echo:
     """Takes the place of Agreement: every rank says what this one does."""
 
+    called = "the group"
+
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
 
