@@ -37,12 +37,12 @@ def compare(arguments: list[str]) -> None:
         with refused_by_rule():
             print(draw(Path(plan.redraw)))
         return
-    device = join_ranks(every[0])  # all models have the same division
-    writer = Writer(plan, device)
+    world = join_ranks(every[0])  # all models have the same division
+    writer = Writer(plan, world.device)
     for settings in every:
-        writer.add(run.compare(plan, settings, overlap, device))
+        writer.add(run.compare(plan, settings, overlap, world))
         gc.collect()  # a model and its optimizer refer to each other
-        if device.type == "cuda":
+        if world.device.type == "cuda":
             torch.cuda.empty_cache()
     writer.conclude()
 

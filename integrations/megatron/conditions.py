@@ -136,16 +136,9 @@ def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.Process
     """
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
-    reason = standing_exchange_reason(linear, linear.weight) or _call_reason(linear, NOTHING)
+    reason = standing_reason(linear, linear.weight, exchanges=True) or _call_reason(linear, NOTHING)
     reason = reason or _input_reason(linear, x, linear.weight, group)
     return reason or (_input_reason(linear, x, linear.weight, linear.tp_group) if divides_weights(linear) else None)
-
-
-def standing_exchange_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
-    """Why no call of a Ulysses attention's linear exchanges within its product; None where nothing stands against it. weight
-    None: it is known at the call only. Tensor parallelism may divide the weight or not."""
-    placement = _placement_reason(linear) if divides_weights(linear) else None
-    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 
 
 def divides_weights(linear: ParallelLinear) -> bool:
@@ -153,9 +146,11 @@ def divides_weights(linear: ParallelLinear) -> bool:
     return linear.tp_group is not None and linear.tp_group.size() > 1
 
 
-def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
-    """The reasons that hold for every input; `weight` None: it is known at the call only."""
-    return _placement_reason(linear) or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchanges: bool = False) -> str | None:
+    """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product, for a
+    Ulysses attention, and tensor parallelism may divide its weight or not."""
+    placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
+    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 
 
 def attribute(holder: Any, name: str, default: Any) -> Any:

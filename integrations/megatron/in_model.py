@@ -28,7 +28,7 @@ from overlap_train.integrations.megatron.linears import (
     turn_linear,
     why_not,
 )
-from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms, why_no_exchange
+from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -107,12 +107,12 @@ class Attentions:
         """Whether a linear is to exchange: linear_qkv or linear_proj of one of ours. One that cannot overlaps over TP alone."""
         for attention in self.ours:
             if linear is attention.linear_qkv or linear is attention.linear_proj:
-                return attention.pg_collection.tp.size() == 1 or why_no_exchange(linear) is None
+                return attention.pg_collection.tp.size() == 1 or why_not(linear, exchanges=True) is None
         return False
 
     def why_not(self, linear: Any) -> str | None:
         """Why no call of a linear can overlap, within its attention's exchange or over tensor parallelism; None: some can."""
-        return why_no_exchange(linear) if self.exchanges(linear) else why_not(linear)
+        return why_not(linear, self.exchanges(linear))
 
     def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
         """Overlap a linear in place, of which `why_not` is None."""

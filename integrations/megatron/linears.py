@@ -29,6 +29,8 @@ from overlap_train.integrations.megatron.main_grad import accumulates, fused_ali
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
 
+OWN = (ColumnParallelLinear, RowParallelLinear)
+
 
 @dataclass
 class LinearOverlap:
@@ -224,22 +226,23 @@ def derived(kind: type, *mixins: type) -> type:
 def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name: str) -> None:
     """Make a linear one of an overlapped class, in place."""
     linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name)
-    if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+    if isinstance(linear, OWN):
         # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
         linear.tensor_model_parallel = True
         linear.partition_dim = 0 if isinstance(linear, ColumnParallelLinear) else 1
 
 
-def why_not(linear: Any) -> str | None:
-    """Why no call of a linear that is not overlapped can be; None: some can."""
+def why_not(linear: Any, exchanges: bool = False) -> str | None:
+    """Why no call of a linear that is not overlapped can be, or can exchange within its product; None: some can."""
     if type(linear) not in overlapped_forms():
-        return f"{type(linear).__name__} has no overlapped form"
-    is_own = type(linear) in (ColumnParallelLinear, RowParallelLinear)
-    return standing_reason(linear, weight=None) or (None if is_own else te_feature(linear))
+        return f"{type(linear).__name__} has no {'form that exchanges' if exchanges else 'overlapped form'}"
+    return standing_reason(linear, None, exchanges) or te_feature(linear)
 
 
 def te_feature(linear: Any) -> str | None:
-    """What TE would do in its linears that ours do not."""
+    """What TE would do in its linears that ours do not; None of Megatron's own linears."""
+    if isinstance(linear, OWN):
+        return None
     if attribute(linear, "te_quant_params", None) is not None:
         return "quantized by TransformerEngine (te_quant_params)"
     if getattr(linear.config, "delay_wgrad_compute", False):

@@ -32,7 +32,7 @@ from overlap_train import (
     qkv_all_to_all,
 )
 from overlap_train.config import flag_name
-from overlap_train.integrations.megatron.conditions import divides_weights, exchange_reason, standing_exchange_reason
+from overlap_train.integrations.megatron.conditions import divides_weights, exchange_reason, standing_reason
 from overlap_train.integrations.megatron.linears import (
     LinearOverlap,
     biases,
@@ -196,13 +196,6 @@ def exchanging_forms(over_tp: bool) -> dict[type, type]:
     return {kind: derived(kind, _Exchanging, mixin) for kind, mixin in fallbacks().items()}
 
 
-def why_no_exchange(linear: Any) -> str | None:
-    """Why no call of a linear can exchange within its product; None: some can."""
-    if type(linear) not in exchanging_forms(over_tp=False):
-        return f"{type(linear).__name__} has no form that exchanges"
-    return te_feature(linear) or standing_exchange_reason(linear, None)
-
-
 def exchanges(linear: Any) -> bool:
     """Whether a linear is of a class that exchanges within its product."""
     return isinstance(linear, _Exchanging)
@@ -212,7 +205,7 @@ def exchanges_now(linear: Any) -> bool:
     """Whether a product of the linear hides its exchange, as far as settings tell; over TP, whether it did in the last call."""
     if not exchanges(linear) or linear.overlap.apart is not None:
         return False
-    return standing_exchange_reason(linear, linear.weight) is None
+    return standing_reason(linear, linear.weight, exchanges=True) is None
 
 
 def groups_of(linear: Any) -> list[dist.ProcessGroup]:

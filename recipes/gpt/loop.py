@@ -27,7 +27,7 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
         OverlapTimeoutError: a peer did not arrive in time.
     """
     train_on, validate_on = read_samples(settings)
-    device = join_ranks(settings)
+    device = join_ranks(settings).device
     folder = checkpoint.find(settings)
     trainer = build_trainer(settings, build_model(settings, overlap, device))
     introduce(settings, train_on, validate_on, device)

@@ -11,7 +11,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from overlap_train import OverlapTimeoutError, shutdown
 from overlap_train.flags import tell
 from overlap_train.integrations.megatron import missing, run_without_cuda
+from overlap_train.tools.measure.world import World, join
 
 if TYPE_CHECKING:
     from gpt.settings import Settings
@@ -40,9 +40,9 @@ def refused_by_rule() -> Iterator[None]:
         raise RecipeError(" ".join(str(error).split())) from error
 
 
-def join_ranks(settings: Settings) -> torch.device:
+def join_ranks(settings: Settings) -> World:
     """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone, and divide the ranks into
-    Megatron-Core's groups; returns this rank's device.
+    Megatron-Core's groups.
 
     Raises:
         RecipeError: this node has more ranks than GPUs.
@@ -50,28 +50,20 @@ def join_ranks(settings: Settings) -> torch.device:
     if settings.deterministic:  # torch and cuBLAS refuse kernels that add in the order of arrival
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
         torch.use_deterministic_algorithms(True)
-    on_gpu, gpus = torch.cuda.is_available(), torch.cuda.device_count()
-    local, minutes = int(os.environ.get("LOCAL_RANK", "0")), settings.distributed_timeout_minutes
-    if on_gpu and local >= gpus:
-        raise RecipeError(f"rank {local} of this node has no GPU: there are {gpus}; start fewer (--nproc-per-node)")
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            timeout=timedelta(minutes=minutes),
-            device_id=device if on_gpu else None,
-            **alone,
-        )
+    minutes = settings.distributed_timeout_minutes
+    if dist.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        world = World(dist.group.WORLD, device, dist.get_rank(), dist.get_world_size())
+    else:
+        with refused_by_rule():
+            world = join(may_be_alone=True, minutes=minutes)
     run_without_cuda()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
         settings.tp, context_parallel_size=settings.cp, distributed_timeout_minutes=minutes
     )
-    return device
+    return world
 
 
 def run_program(name: str, work: Callable[[], None]) -> int:

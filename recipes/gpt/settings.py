@@ -105,13 +105,17 @@ class Settings:
         return -(-self.vocab_size // step) * step
 
     @property
+    def matrices(self) -> tuple[int, int]:
+        """How many weights the linears of a layer have: those of its attention, and those of its MLP or of one expert."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups  # q and output, k and v
+        return heads * self.head_width * self.hidden_size, 3 * self.ffn_hidden_size * self.hidden_size
+
+    @property
     def parameters(self) -> int:
-        """How many parameters the model has: embedding and output layer, the matrices of each layer, norms."""
-        queries, keys = self.num_attention_heads * self.head_width, self.num_query_groups * self.head_width
-        experts = self.num_moe_experts or 0
-        mlps = 3 * self.ffn_hidden_size * max(1, experts) + experts  # the last: the router
+        """How many parameters the model has: embedding and output layer, the matrices of each layer, routers, norms."""
+        (attention, mlp), experts = self.matrices, self.num_moe_experts or 0
         norms = 2 * self.hidden_size + 2 * self.head_width * self.qk_layernorm
-        layer = self.hidden_size * (2 * queries + 2 * keys + mlps) + norms
+        layer = attention + max(1, experts) * mlp + experts * self.hidden_size + norms
         return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size + self.hidden_size
 
 
