@@ -212,6 +212,3 @@ def _in_words(winner: Winner) -> str:
     """ "fused (fused 0.412 ms, direct 0.430 ms)"."""
     times = sorted(winner.ms.items(), key=lambda item: item[1])
     return f"{winner.how} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"
-
-
-_MOST_PLANS = 1024
