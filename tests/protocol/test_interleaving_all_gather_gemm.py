@@ -1,4 +1,4 @@
-"""AllGather + GEMM: the real operator, kernel and pushes under seeded schedules, right and with planted faults."""
+"""AllGather + GEMM: the real operator, kernel and pushes under seeded schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.operator_problems import gathers
 from tests.protocol.simulated_ranks import Simulation
-
-OPERATOR, KERNEL, SENDER = "ops.ag_gemm", "kernels.all_gather_gemm", "kernels.p2p_store"
-
-TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, word)"
 
 
 def test_fused_passes() -> None:

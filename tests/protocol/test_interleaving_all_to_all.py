@@ -1,4 +1,4 @@
-"""GEMM + A2A and A2A + GEMM: the real operators, kernels and pushes under seeded schedules, right and with planted faults."""
+"""GEMM + A2A and A2A + GEMM: the real operators, kernels and pushes under seeded schedules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,6 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.operator_problems import to_heads, to_rows
 from tests.protocol.simulated_ranks import TILE, Simulation
-
-OUT, OUT_KERNEL = "ops.gemm_a2a", "kernels.gemm_reduce_scatter"
-IN, IN_KERNEL, SENDER = "ops.a2a_gemm", "kernels.all_to_all_gemm", "kernels.p2p_store"
-WORD = "word = signal_word(source, chunk)"
-
-# ---- GEMM + AllToAll: the kernel of GEMM + RS, in which nobody waits: who takes the blocks does ---------------------
-
-
-# ---- AllToAll + GEMM: every tile waits at each block's edge -----------------------------------------------------------
-
 
 EXCHANGES = [to_heads, to_rows]
 

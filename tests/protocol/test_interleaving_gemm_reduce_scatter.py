@@ -1,4 +1,4 @@
-"""GEMM + ReduceScatter: the real operator, kernel and pushes under seeded schedules, right and with planted faults."""
+"""GEMM + ReduceScatter: the real operator, kernel and pushes under seeded schedules."""
 
 from __future__ import annotations
 
@@ -11,31 +11,6 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import assert_caught, assert_passes
 from tests.protocol.operator_problems import scatters
 from tests.protocol.simulated_ranks import TILE, Simulation
-
-OPERATOR, KERNEL = "ops.gemm_rs", "kernels.gemm_reduce_scatter"
-
-STORE = "                tl.store(staging_ptr"
-TELL = "notify_peer(complete_ptr + signal_word(target, chunk), per_chunk, signal_ptr, expected)"
-RELEASE = 'sem="release", scope="sys")\n\n\n@triton.jit\ndef notify_peer'
-BARRIER = "tl.debug_barrier()\n    tl.atomic_add("
-BACKWARDS = "index = per_chunk * CHUNKS * WORLD - 1 - index"
-
-
-TWO_TILES_A_CHUNK = (
-    "told after the first tile",
-    "count does not acquire",
-    "count does not release",
-    "push waits for all tiles but one",
-    "tiles claimed twice",
-)  # what these need to show
-MORE_TILES_THAN_A_CHUNK = "push waits for the tiles of a whole block"  # a block of one chunk's tiles does not show it
-
-
-def size_for(fault: str) -> dict[str, int]:
-    """The smallest output of a rank that shows a fault."""
-    if fault == MORE_TILES_THAN_A_CHUNK:
-        return {"rows": 2 * TILE}
-    return {"columns": 2 * TILE if fault in TWO_TILES_A_CHUNK else TILE}
 
 
 def test_fused_passes() -> None:

@@ -1,4 +1,4 @@
-"""Few rows by words with flags: the real engines and kernels under seeded schedules, right and with planted faults.
+"""Few rows by words with flags: the real engines and kernels under seeded schedules.
 
 Stores of words are torn on purpose: some of a part arrive before the others (interpreter_hooks.py).
 """
@@ -21,8 +21,7 @@ from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, co
 from tests.protocol.test_interleaving_linear import mlp
 from tests.protocol.test_interleaving_shared_slot import gather_and_barrier
 
-METHOD, WORDS, KERNEL, CALLS = "low_latency", "kernels.flagged_words", "kernels.low_latency", "ops.low_latency"
-EPOCH = 1 << 32
+METHOD, CALLS, EPOCH = "low_latency", "ops.low_latency", 1 << 32
 by_words: dict[str, Callable[..., Build]] = {"gather": partial(gathers, METHOD), "scatter": partial(scatters, METHOD)}
 operators = pytest.mark.parametrize("operator", by_words)
 

@@ -107,9 +107,6 @@ def test_products_leave_the_network_its_sms(name: str, world: int) -> None:
     assert any(beside), "no product ran beside an exchange, so nothing was shown"
 
 
-SET, BACK = "        self._count_on(handle, count)\n", "self._count_on(handle, before.value)"
-
-
 WEIGHT_GRADIENTS: dict[str, tuple[Callable[[NodeSimulation], Build], list[int]]] = {
     "column and row, two microbatches": (OPERATORS["column and row"], [SMS, LESS] * 2),
     "column and row, x frozen": (lambda machine: mlp("chunked", machine, steps=1, wants_dx=False), [SMS] * 4),

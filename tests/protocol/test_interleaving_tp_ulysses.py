@@ -1,5 +1,5 @@
 """TP x Ulysses on simulated GPUs: products of one group under exchanges of another, right under seeded schedules, with one
-hardware queue and with many; and with planted faults.
+hardware queue and with many.
 
 What is sent is overwritten two exchanges later, as a caching allocator would give it to others when its operator has ended.
 """
