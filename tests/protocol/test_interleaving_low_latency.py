@@ -28,12 +28,12 @@ operators = pytest.mark.parametrize("operator", by_words)
 
 @operators
 def test_it_passes(operator: str) -> None:
-    assert_passes(by_words[operator](Simulation(2)), range(6))
-    assert_passes(by_words[operator](Simulation(3)), range(3))
+    assert_passes(by_words[operator](Simulation(2)), range(3))
+    assert_passes(by_words[operator](Simulation(3)), range(2))
 
 
 @operators
-@pytest.mark.parametrize(("world", "calls"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize(("world", "calls"), [(4, 2)])
 def test_so_do_more_ranks(operator: str, world: int, calls: int) -> None:
     assert_passes(by_words[operator](Simulation(world, ctas=1), calls), range(1))
 
@@ -41,7 +41,7 @@ def test_so_do_more_ranks(operator: str, world: int, calls: int) -> None:
 @operators
 def test_one_resident_cta_of_three_sends_everything_before_it_waits(operator: str) -> None:
     """Rule 4: the others start when it ends, because another kernel holds the SMs."""
-    assert_passes(by_words[operator](Simulation(2, ctas=3)), range(8), resident=1)
+    assert_passes(by_words[operator](Simulation(2, ctas=3)), range(4), resident=1)
 
 
 @pytest.mark.parametrize("gathered_input", ["regather", "keep"])
@@ -89,7 +89,7 @@ def lengths(rows: tuple[int, ...]) -> Build:
 
 
 def test_words_of_longer_calls_are_not_taken_for_new_ones() -> None:
-    assert_passes(lengths((16, 4, 4, 16, 2, 16)), range(6))
+    assert_passes(lengths((16, 4, 4, 16, 2, 16)), range(3))
 
 
 @pytest.mark.parametrize("epoch", [-1, (1 << 31) - 1])
