@@ -15,7 +15,7 @@ HEAD = """# All messages
 Every error, warning and reason that the sources hold, by file; `...` stands for what varies. What to check first, and the
 messages that users meet most: [Troubleshooting](troubleshooting.md).
 
-Where the first column is empty, the text is a part of a message or a reason in a table.
+Where the first column is empty, the text is a part of a message, mostly of a `ValueError`, or a reason in a table.
 """
 
 
