@@ -22,7 +22,7 @@ test: ## the tests that need no GPU, except test-recipes, test-launch and test-n
 	$(bootstrap) main
 	$(pytest) $(in_pairs) tests/golden tests/megatron tests/protocol tests/unit $(TEST_ARGS)
 
-test-recipes: ## the recipes: training, checkpoints, published models, pipeline stages, compare_mfu, on CPU processes
+test-recipes: ## the recipes: training, checkpoints, published models, compare_mfu, on CPU processes
 	$(bootstrap) main
 	$(pytest) $(in_pairs) tests/recipes $(TEST_ARGS)
 
@@ -41,7 +41,7 @@ test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k na
 test-other: ## the suite's fast part on the other Python and Megatron-Core
 	$(bootstrap) other
 	@if [ ! -x .venv-other/bin/python ]; then echo "make test-other: skipped, see the line above"; else \
-	  $(subst $(python),.venv-other/bin/python,$(pytest)) tests/unit tests/megatron tests/recipes -m "not slow" $(TEST_ARGS); fi
+	  $(subst $(python),.venv-other/bin/python,$(pytest) $(in_pairs)) tests/unit tests/megatron tests/recipes -m "not slow" $(TEST_ARGS); fi
 
 mutants: ## change FILE in every way that cosmic-ray knows, and print what TESTS do not notice (FILE=... TESTS="tests/...")
 	$(bootstrap) main

@@ -102,7 +102,7 @@ ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 
 step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
 # shellcheck disable=SC2086
 step loss_ulysses 150 $ulysses --seq-length 4096 --loss-steps 200 --round-steps 20 \
-  --variants data_parallel,nccl,chunked,fused,direct --repeat data_parallel --out "$out/loss_ulysses"
+  --variants nccl,chunked,fused,direct --repeat nccl --out "$out/loss_ulysses"
 # shellcheck disable=SC2086
 step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-steps 20 --bitwise \
   --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"

@@ -5,7 +5,7 @@
 Variants: Megatron-Core alone, overlap_train, and PyTorch's async-TP where it can run; with --cp Ulysses by each method; when
 asked for, TransformerEngine's modules with and without userbuffers. All are alive at the same time, each with its own model and
 optimizer, and take turns of a few steps. For each: step time, MFU, tokens/s/GPU, communication that is not hidden
-(recipes/mfu/alone.py) and losses. Writes mfu.json, mfu.md and mfu.png. docs/recipes.md explains the figures.
+(recipes/mfu/linears.py) and losses. Writes mfu.json, mfu.md and mfu.png. docs/recipes.md explains the figures.
 """
 
 from __future__ import annotations
@@ -15,17 +15,10 @@ import os
 import sys
 from pathlib import Path
 
-from gpt import check_packages
+import torch
 
-
-def main() -> int:
-    """Run the comparison in this process; returns the exit status."""
-    check_packages("compare_mfu")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it when it starts; Megatron-Core asks for 1
-    os.environ.setdefault("UB_SKIPMC", "1")  # userbuffers without NVLink multicast, as all others here
-    from gpt.program import run_program
-
-    return run_program("compare_mfu", lambda: compare(sys.argv[1:]))
+from gpt.program import join_ranks, refused_by_rule, run_program
+from mfu.plan import read_flags, settings_for
 
 
 def compare(arguments: list[str]) -> None:
@@ -34,34 +27,27 @@ def compare(arguments: list[str]) -> None:
     Raises:
         RecipeError: flags that are wrong by themselves or contradict each other, or variants that did not run.
     """
-    from mfu.plan import read_flags, settings_for
-
     plan, overlap = read_flags(arguments, __doc__)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     every = [settings_for(plan, number, ranks) for number in range(len(plan.model))] if not plan.redraw else []
-
-    import torch  # from here on imports take seconds, which --help and a wrong flag need not wait for
-
-    from gpt.loop import divide_ranks, make_deterministic
-    from gpt.program import join_ranks, refused_by_rule
-    from mfu import run
+    from mfu import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
     from mfu.results import Writer, draw
 
     if plan.redraw:
         with refused_by_rule():
             print(draw(Path(plan.redraw)))
         return
-    device = join_ranks()
-    divide_ranks(every[0])  # all models have the same division
-    writer = Writer(plan, device)
+    world = join_ranks(every[0])  # all models have the same division
+    writer = Writer(plan, world.device)
     for settings in every:
-        make_deterministic(settings)
-        writer.add(run.compare(plan, settings, overlap, device))
+        writer.add(run.compare(plan, settings, overlap, world))
         gc.collect()  # a model and its optimizer refer to each other
-        if device.type == "cuda":
+        if world.device.type == "cuda":
             torch.cuda.empty_cache()
     writer.conclude()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it when it starts; Megatron-Core asks for 1
+    os.environ.setdefault("UB_SKIPMC", "1")  # userbuffers without NVLink multicast, as all others here
+    sys.exit(run_program("compare_mfu", lambda: compare(sys.argv[1:])))

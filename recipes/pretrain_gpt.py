@@ -12,15 +12,10 @@ from __future__ import annotations
 import os
 import sys
 
-from gpt import check_packages
+import torch
 
-
-def main() -> int:
-    """Run the recipe in this process; returns the exit status."""
-    check_packages("pretrain_gpt")
-    from gpt.program import run_program
-
-    return run_program("pretrain_gpt", lambda: train(sys.argv[1:]))
+from gpt.program import run_program
+from gpt.settings import read_flags
 
 
 def train(arguments: list[str]) -> None:
@@ -29,10 +24,6 @@ def train(arguments: list[str]) -> None:
     Raises:
         RecipeError: on every rank, for what the user can put right.
     """
-    import torch
-
-    from gpt.settings import read_flags
-
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     settings, overlap = read_flags(arguments, __doc__, ranks, torch.cuda.is_available())
     from gpt.loop import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
@@ -41,4 +32,4 @@ def train(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_program("pretrain_gpt", lambda: train(sys.argv[1:])))

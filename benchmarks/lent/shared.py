@@ -20,7 +20,7 @@ import torch
 def share() -> None:
     """Before the first communicator and before the GPU is used."""
     from overlap_train.ops import launch
-    from overlap_train.tools.measure.pretended import pretend_nodes
+    from overlap_train.tools.measure.world import pretend_nodes
 
     pretend_nodes(1)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.gpu.launch import Launcher
 from overlap_train.gpu.ptx_check import compiled
-from overlap_train.tools.measure.shapes import weight_of
+from overlap_train.tools.measure.cases import weight_of
 
 SHAPES = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b", "llama3-8b-qkv", "llama3-8b-proj")
 _SHOWN = ("WORLD", "LOCAL", "CHUNKS", "DIRECT", "REDUCE", "B_IS_NK")

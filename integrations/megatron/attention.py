@@ -28,7 +28,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from overlap_train import AttentionHeads, Rotary, SequenceLayout
-from overlap_train.integrations.megatron.conditions import ULYSSES, Problem
+from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, broken_rule, comm_type
 from overlap_train.integrations.megatron.norm import norm_within
 from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges
@@ -78,24 +78,18 @@ def without_rows(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
     return x if padding is None else x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+_RULES = (
+    ("multi_latent_attention", False, "its keys and values are compressed, and there is no QKV projection to exchange"),
+    ("attention_output_gate", False, "the gate is computed with q and would have to be exchanged with it"),
+    ("softmax_type", "vanilla", "softmax offsets belong to heads, and each rank would need those of its own"),
+    ("qk_clip", False, "it takes the largest logits of this rank's own heads"),
+    ("log_max_attention_logit", False, "it takes the largest logits of this rank's own heads"),
+)
+
+
 def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
     """Why a model's settings keep an attention from exchanging over `ranks` ranks: setting, rule and way out; or None."""
-    rules = (
-        (
-            "multi_latent_attention",
-            False,
-            "its keys and values are compressed, and there is no QKV projection to exchange",
-        ),
-        ("attention_output_gate", False, "the gate is computed with q and would have to be exchanged with it"),
-        ("softmax_type", "vanilla", "softmax offsets belong to heads, and each rank would need those of its own"),
-        ("qk_clip", False, "it takes the largest logits of this rank's own heads"),
-        ("log_max_attention_logit", False, "it takes the largest logits of this rank's own heads"),
-    )
-    for field, wanted, rule in rules:
-        value = getattr(config, field, wanted)
-        if value != wanted:
-            return f"{field}={value!r}: {rule}; set it to {wanted!r}"
-    return heads_of(config).error(ranks, "heads per TP rank")
+    return broken_rule(config, _RULES) or heads_of(config).error(ranks, "heads per TP rank")
 
 
 def no_exchange(why: str | None) -> Problem | None:
@@ -106,9 +100,13 @@ def no_exchange(why: str | None) -> Problem | None:
     return Problem(f"cp_comm_type='a2a' in the model's config, but {why}", instead)
 
 
-def why_not_turned(attention: Any) -> str | None:
-    """Why a built attention with cp_comm_type "a2a" cannot become ours; None: it can, or is."""
+def why_not_ulysses(attention: Any) -> str | None:
+    """Why a built attention under context parallelism is not Ulysses' and cannot become so; None: it is, or can."""
     config, kind = attention.config, type(attention)
+    if isinstance(attention, UlyssesSelfAttention):
+        return None
+    if not is_asked_for(attention):
+        return f"cp_comm_type={comm_type(config, attention.layer_number)!r} is left to the core attention"
     if isinstance(attention, MultiLatentAttention):
         return bad_setting(config, 1)
     if issubclass(kind, CrossAttention):
@@ -119,6 +117,10 @@ def why_not_turned(attention: Any) -> str | None:
         core = type(attention.core_attention).__name__
         return f"core attention {core}: only TransformerEngine's can be rebuilt; build the model from gpt_block_spec"
     return bad_setting(config, attention.pg_collection.cp.size())
+
+
+def is_asked_for(attention: Any) -> bool:
+    return comm_type(attention.config, attention.layer_number) == ULYSSES
 
 
 def refuse_call(core: Any, ranks: int, ranks_of_model: int, others: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ finds the same reason, therefore all of them take the same path.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +82,7 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
     """The setting of a model under which no linear can overlap."""
     alone = config.tensor_model_parallel_size == 1
     if alone and not has_ulysses(config):
-        wanted = "2 or more, or use Ulysses (--context-parallel-size 2 --cp-comm-type a2a)"
+        wanted = "2 or more, or use Ulysses (context_parallel_size=2, cp_comm_type='a2a')"
         return _setting(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", wanted)
     if not alone and not config.sequence_parallel:
         rule = "overlap hides all-gather and reduce-scatter, which Megatron uses under sequence parallelism only"
@@ -93,6 +93,15 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
         if getattr(config, field, None):
             off = "None" if field in ("fp8", "fp4") else "False"
             return _setting(config, field, rule, f"{off} (leave out {flag})")
+    return None
+
+
+def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:
+    """The first of `rules` (setting, the only value that is possible, why) that a config breaks, in words; None: it obeys all."""
+    for field, wanted, rule in rules:
+        value = getattr(config, field, wanted)
+        if value != wanted:
+            return f"{field}={value!r}: {rule}; set it to {wanted!r}"
     return None
 
 
@@ -127,16 +136,9 @@ def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.Process
     """
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
-    reason = standing_exchange_reason(linear, linear.weight) or _call_reason(linear, NOTHING)
+    reason = standing_reason(linear, linear.weight, exchanges=True) or _call_reason(linear, NOTHING)
     reason = reason or _input_reason(linear, x, linear.weight, group)
     return reason or (_input_reason(linear, x, linear.weight, linear.tp_group) if divides_weights(linear) else None)
-
-
-def standing_exchange_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
-    """Why no call of a Ulysses attention's linear exchanges within its product; None where nothing stands against it. weight
-    None: it is known at the call only. Tensor parallelism may divide the weight or not."""
-    placement = _placement_reason(linear) if divides_weights(linear) else None
-    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 
 
 def divides_weights(linear: ParallelLinear) -> bool:
@@ -144,9 +146,11 @@ def divides_weights(linear: ParallelLinear) -> bool:
     return linear.tp_group is not None and linear.tp_group.size() > 1
 
 
-def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None) -> str | None:
-    """The reasons that hold for every input; `weight` None: it is known at the call only."""
-    return _placement_reason(linear) or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchanges: bool = False) -> str | None:
+    """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product, for a
+    Ulysses attention, and tensor parallelism may divide its weight or not."""
+    placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
+    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 
 
 def attribute(holder: Any, name: str, default: Any) -> Any:

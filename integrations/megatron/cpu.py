@@ -11,9 +11,9 @@ What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +29,7 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.tensor_parallel.mappings": "outputs of all-gather and reduce-scatter",
     "megatron.core.tensor_parallel.utils": "pieces of activations split over ranks by recomputation",
     "megatron.core.tensor_parallel.random": "the generator behind dropout, initialisation and recomputation",
+    "megatron.core.models.common.embeddings.rope_utils": "the index by which context parallelism slices rotary frequencies",
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "rotary frequencies",
     "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding": "rotary frequencies, YaRN",
     "megatron.core.transformer.dot_product_attention": "softmax offsets",
@@ -44,13 +45,6 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.dist_checkpointing.strategies.state_dict_saver": "flags agreed between the ranks that save",
     "megatron.core.dist_checkpointing.strategies.async_utils": "synchronize() before an asynchronous save",
 }
-
-# Modules with rotary frequencies, which context parallelism slices by an index that is moved to CUDA.
-ROTARY_USERS = (
-    "megatron.core.models.common.embeddings.rope_utils",
-    "megatron.core.models.common.embeddings.rotary_pos_embedding",
-    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
-)
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor", "zeros", "zeros_like")
 
@@ -107,12 +101,13 @@ def run_without_cuda() -> bool:
         return True
     stand_in = _TorchOnCpu()
     for name in CUDA_USERS:
-        importlib.import_module(name).torch = stand_in
+        module = importlib.import_module(name)
+        module.torch = stand_in
+        if hasattr(module, "get_pos_emb_on_this_cp_rank"):
+            module.get_pos_emb_on_this_cp_rank = _zigzag_part
     _use_cpu_generator(random)
     # Its assertion compares a type name with "torch.cuda.FloatTensor"; no stand-in for torch can change that.
     importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32 = _clip_by_total_norm
-    for name in ROTARY_USERS:
-        importlib.import_module(name).get_pos_emb_on_this_cp_rank = _zigzag_part
     return True
 
 
@@ -124,26 +119,8 @@ def _zigzag_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGrou
 
 def _use_cpu_generator(random: ModuleType) -> None:
     """Point Megatron's random states (default, model-parallel, recomputation) at the CPU generator."""
-
-    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
-        """Megatron's tracker, without its warning that the CPU generator moved: here that is the point."""
-
-        @contextlib.contextmanager
-        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-            if name not in self.states_:
-                raise ValueError(
-                    f"the random state {name!r} is not known: call model_parallel_cuda_manual_seed(seed) before layers "
-                    "are built"
-                )
-            outer = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outer)
-
-    random.CudaRNGStatesTracker = CpuRNGStatesTracker
+    # Megatron warns in every fork that the CPU generator moved: here that is the point.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # A tracker that was made earlier has states of a generator that does not exist.

@@ -69,24 +69,22 @@ class _Finder(MetaPathFinder):
         self._waiting = waiting
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self._waiting:
+        action = self._waiting.pop(name, None)  # the question below goes past this finder
+        if action is None:
             return None
-        action = self._waiting.pop(name)  # the question below goes past this finder
         try:
             spec = importlib.util.find_spec(name)
         finally:
             self._waiting[name] = action
         if spec is not None and spec.loader is not None:
-            self._follow(spec.loader, name)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._waiting.pop(name)(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-    def _follow(self, loader: Any, name: str) -> None:
-        def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # its class's own again, for this module and for all that it imports
-            loader.exec_module(module)
-            self._waiting.pop(name)(module)
-
-        loader.exec_module = exec_module
 
 
 SUPPORTED = "Megatron-LM core_v0.16 to 0.20-dev, or the megatron-core 0.19 wheel"
@@ -155,8 +153,6 @@ def without_makefile(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 
 OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
-# Of a mask in one sample, which Megatron-LM's data loader copies. With 32768 tokens (1 GiB) steps of 312 ms took 540 to 840.
-_LARGE_MASK_BYTES = 1 << 28
 
 
 def arguments_of_script() -> Any:
@@ -169,39 +165,24 @@ def arguments_of_script() -> Any:
         return None
 
 
-def say_what_masks_cost() -> None:
-    """Print, on rank 0, how to leave out masks that the data loader makes for long causal sequences."""
-    args = arguments_of_script()
-    tokens = getattr(args, "seq_length", None) or 0
-    makes_masks = getattr(args, "create_attention_mask_in_dataloader", False)
-    separates_documents = getattr(args, "reset_attention_mask", False)  # by its mask, which is not the causal one then
-    if not makes_masks or separates_documents or tokens**2 < _LARGE_MASK_BYTES:
-        return
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(
-            f"overlap_train: each sample comes with a mask of {tokens} x {tokens} ({tokens**2 / (1 << 30):.2g} GiB), for which "
-            "the data loader may take longer than a step takes; causal attention needs none: pass "
-            "--no-create-attention-mask-in-dataloader",
-            flush=True,
-        )
-
-
 def add_advice(error: Exception) -> None:
     """Say what helps where Megatron failed to build the model for want of a norm or an attention for parallel sequences."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.training.global_vars import get_args
 
     args = get_args()
-    if not HAVE_TE and args.sequence_parallel and not args.spec:
-        error.add_note(
-            "overlap_train: without TransformerEngine Megatron has no norm for sequence parallelism; if that is what is "
-            f"missing here, build the model with --transformer-impl local {OUR_SPEC}"
-        )
-    elif args.context_parallel_size > 1 and not args.spec:
-        error.add_note(
-            "overlap_train: without TransformerEngine Megatron has no core attention for context parallelism; if that is what is "
-            f"missing here, build the model with --transformer-impl local {OUR_SPEC} and --cp-comm-type a2a"
-        )
+    if args.spec:
+        return
+    if not HAVE_TE and args.sequence_parallel:
+        lacks, others = "norm for sequence parallelism", ""
+    elif args.context_parallel_size > 1:
+        lacks, others = "core attention for context parallelism", " and --cp-comm-type a2a"
+    else:
+        return
+    error.add_note(
+        f"overlap_train: without TransformerEngine Megatron has no {lacks}; if that is what is missing here, build the model "
+        f"with --transformer-impl local {OUR_SPEC}{others}"
+    )
 
 
 class ScriptHooks:
@@ -312,7 +293,6 @@ class ScriptHooks:
         enable(chunks, self._overlap)
         self._chunks.extend(chunks)
         _note_how_packs_are_cut(chunks)
-        say_what_masks_cost()
 
     def _counting(self, log: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(log)

@@ -15,19 +15,20 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron.attention import (
     UlyssesSelfAttention,
     core_of_rank,
+    is_asked_for,
     no_exchange,
-    why_not_turned,
+    why_not_ulysses,
 )
-from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, comm_type
+from overlap_train.integrations.megatron.conditions import Problem, divides_weights
 from overlap_train.integrations.megatron.linears import (
     LinearOverlap,
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
-    overlap_linear,
     overlapped_forms,
+    turn_linear,
     why_not,
 )
-from overlap_train.integrations.megatron.ulysses_linears import exchange_in, why_no_exchange
+from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -94,19 +95,6 @@ def sharing_attentions(model: Model) -> Iterator[Any]:
                 yield module
 
 
-def is_asked_for(attention: Any) -> bool:
-    return comm_type(attention.config, attention.layer_number) == ULYSSES
-
-
-def why_not_ulysses(attention: Any) -> str | None:
-    """Why an attention under context parallelism is not Ulysses' and cannot become so; None: it is, or can."""
-    if isinstance(attention, UlyssesSelfAttention):
-        return None
-    if not is_asked_for(attention):
-        return f"cp_comm_type={comm_type(attention.config, attention.layer_number)!r} is left to the core attention"
-    return why_not_turned(attention)
-
-
 @dataclass(frozen=True)
 class Attentions:
     """The attentions whose linears config.slots names. ours: those that are Ulysses', or can be. problem: why another one cannot
@@ -119,16 +107,17 @@ class Attentions:
         """Whether a linear is to exchange: linear_qkv or linear_proj of one of ours. One that cannot overlaps over TP alone."""
         for attention in self.ours:
             if linear is attention.linear_qkv or linear is attention.linear_proj:
-                return attention.pg_collection.tp.size() == 1 or why_no_exchange(linear) is None
+                return attention.pg_collection.tp.size() == 1 or why_not(linear, exchanges=True) is None
         return False
 
     def why_not(self, linear: Any) -> str | None:
         """Why no call of a linear can overlap, within its attention's exchange or over tensor parallelism; None: some can."""
-        return why_no_exchange(linear) if self.exchanges(linear) else why_not(linear)
+        return why_not(linear, self.exchanges(linear))
 
     def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
         """Overlap a linear in place, of which `why_not` is None."""
-        (exchange_in if self.exchanges(linear) else overlap_linear)(linear, config, slot, name)
+        forms = exchanging_forms(divides_weights(linear)) if self.exchanges(linear) else overlapped_forms()
+        turn_linear(linear, forms[type(linear)], config, slot, name)
 
     def turn(self, timeout_s: float) -> None:
         """Make them Ulysses', with core attentions that are built anew for the heads of one rank. timeout_s: how long their ranks

@@ -76,8 +76,7 @@ def run(command: Command) -> None:
 def main(words: Sequence[str]) -> int:
     """The program; returns its exit status."""
     if list(words[:1]) in (["-h"], ["--help"]):
-        parser = Parser(usage=USAGE, add_help=False, description=__doc__)
-        print(add_flags(parser).format_help())
+        add_flags(Parser(usage=USAGE, add_help=False, description=__doc__)).print_help()
         return 0
     try:
         run(parse(words))

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -27,6 +28,8 @@ from overlap_train.integrations.megatron.conditions import attribute, fallback_r
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
+
+OWN = (ColumnParallelLinear, RowParallelLinear)
 
 
 @dataclass
@@ -43,16 +46,25 @@ class LinearOverlap:
     trial: Autotune | None = None
     on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
     norm: torch.nn.Module | None = None  # of a TELayerNormColumnParallelLinear, made at its first call
+    # Of a linear that exchanges within its product: the groups of overlapped calls, the last one's last.
+    groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)
+    # Over TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's. Before
+    # the first such call also why there is none.
+    apart: str | None = None
+    parts: int | None = None
 
     def __post_init__(self) -> None:
         self._returning = replace(self.config, main_grad="off")
 
-    def count(self, reason: str | None) -> None:
-        """Count one forward call; `reason` None: it overlaps."""
-        if reason is None:
-            self.overlapped_calls += 1
-        else:
+    def count(self, reason: str | None, group: dist.ProcessGroup | None = None) -> None:
+        """Count one forward call; `reason` None: it overlaps, and exchanges over `group`."""
+        if reason is not None:
             self.fallback_calls[reason] += 1
+            return
+        self.overlapped_calls += 1
+        if group is not None:
+            self.groups.pop(group, None)
+            self.groups[group] = None
 
     def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
         """Keep the plan of this call, and its trial, for the table."""
@@ -71,21 +83,11 @@ class LinearOverlap:
         return y
 
 
-def gathered_product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y [s, b, N/W] of x [s/W, b, K]: all column linears, Megatron's and TE's, overlap here."""
+def product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]: all linears overlap here."""
     overlap, settings = linear.overlap, linear.overlap.settings(linear, weight)
-    y = all_gather_linear(
-        x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan
-    )  # fmt: skip
-    return overlap.watched(y)
-
-
-def scattered_product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y [s/W, b, N] of x [s, b, K/W]: all row linears, Megatron's and TE's, overlap here."""
-    overlap, settings = linear.overlap, linear.overlap.settings(linear, weight)
-    y = linear_reduce_scatter(
-        x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan
-    )  # fmt: skip
+    operator = linear_reduce_scatter if attribute(linear, "input_is_parallel", False) else all_gather_linear
+    y = operator(x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan)
     return overlap.watched(y)
 
 
@@ -120,7 +122,7 @@ class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
         reason = fallback_reason(self, input, weight, kwargs)
         self.overlap.count(reason)
         if reason is None:
-            return gathered_product(self, input, weight, kwargs["bias"])
+            return product(self, input, weight, kwargs["bias"])
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
@@ -137,7 +139,7 @@ class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
         if reason is not None:
             return super().forward(input_)
         added, returned = biases(self)
-        return scattered_product(self, input_, self.weight, added), returned
+        return product(self, input_, self.weight, added), returned
 
 
 class TEFallback:
@@ -157,27 +159,22 @@ class TEFallback:
             self.fuse_wgrad_accumulation = fuses
 
 
-class _OverlappedTEColumn(TEFallback):
-    """x [s/W, b, K] -> y [s, b, N/W]; of a linear with a norm, of the normalised x."""
+class TERowFallback(TEFallback):
+    input_is_parallel = True  # as Megatron's own row linears have it
 
-    product: Callable[..., torch.Tensor] = staticmethod(gathered_product)
+
+class _OverlappedTE:
+    """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]; with a norm, of the normalised x."""
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself."""
         reason = te_feature(self) or fallback_reason(self, x, self.weight)
         self.overlap.count(reason)
         if reason is not None:
-            y, bias = super().forward(x)
+            y, bias = super().forward(x)  # type: ignore[misc]
             return self.overlap.watched(y), bias
         added, returned = biases(self)
-        return self.product(self, normed(self, x), self.weight, added), returned
-
-
-class _OverlappedTERow(_OverlappedTEColumn):
-    """x [s, b, K/W] -> y [s/W, b, N]."""
-
-    input_is_parallel = True
-    product = staticmethod(scattered_product)
+        return product(self, normed(self, x), self.weight, added), returned
 
 
 def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
@@ -197,55 +194,55 @@ def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
+def fallbacks() -> dict[type, type]:
+    """Linear class -> the mixin for its calls that fall back; only of Megatron's own where TransformerEngine is not installed."""
+    own: dict[type, type] = {ColumnParallelLinear: MegatronFallback, RowParallelLinear: MegatronFallback}
+    if not megatron_te.HAVE_TE:
+        return own
+    return {
+        **own,
+        megatron_te.TELayerNormColumnParallelLinear: TEFallback,
+        megatron_te.TEColumnParallelLinear: TEFallback,
+        megatron_te.TERowParallelLinear: TERowFallback,
+    }
+
+
+@cache
 def overlapped_forms() -> dict[type, type]:
     """Linear class -> its overlapped subclass."""
-    own: dict[type, type] = {
-        ColumnParallelLinear: OverlappedColumnParallelLinear,
-        RowParallelLinear: OverlappedRowParallelLinear,
+    te = {
+        kind: derived(kind, _OverlappedTE, mixin)
+        for kind, mixin in fallbacks().items()
+        if mixin is not MegatronFallback
     }
-    return {**own, **te_subclasses(_OverlappedTEColumn, _OverlappedTERow)}
+    return {ColumnParallelLinear: OverlappedColumnParallelLinear, RowParallelLinear: OverlappedRowParallelLinear, **te}
 
 
-def te_subclasses(column: type, row: type, bases: dict[type, type] | None = None) -> dict[type, type]:
-    """Megatron's TE class -> its subclass with a mixin, of the same name: Megatron-FSDP and PEFT tools go by names. Empty without
-    TransformerEngine. bases: what to derive from instead."""
-    if not megatron_te.HAVE_TE:
-        return {}
-    mixins = {
-        megatron_te.TELayerNormColumnParallelLinear: column,
-        megatron_te.TEColumnParallelLinear: column,
-        megatron_te.TERowParallelLinear: row,
-    }
-    return {
-        te: type(te.__name__, (mixin, (bases or {}).get(te, te)), {"__module__": __name__, "__doc__": mixin.__doc__})
-        for te, mixin in mixins.items()
-    }
+def derived(kind: type, *mixins: type) -> type:
+    """A subclass of the same name: Megatron-FSDP and PEFT tools go by names."""
+    return type(kind.__name__, (*mixins, kind), {"__module__": __name__, "__doc__": mixins[0].__doc__})
 
 
-def overlap_linear(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
-    """Overlap a linear of which `why_not` is None, in place."""
-    turn_linear(linear, overlapped_forms()[type(linear)], LinearOverlap(config, slot, name))
-
-
-def turn_linear(linear: Any, form: type, overlap: LinearOverlap) -> None:
-    """Make a linear one of an overlapped class, with its settings."""
-    linear.__class__, linear.overlap = form, overlap
-    if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name: str) -> None:
+    """Make a linear one of an overlapped class, in place."""
+    linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name)
+    if isinstance(linear, OWN):
         # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
         linear.tensor_model_parallel = True
         linear.partition_dim = 0 if isinstance(linear, ColumnParallelLinear) else 1
 
 
-def why_not(linear: Any) -> str | None:
-    """Why no call of a linear that is not overlapped can be; None: some can."""
+def why_not(linear: Any, exchanges: bool = False) -> str | None:
+    """Why no call of a linear that is not overlapped can be, or can exchange within its product; None: some can."""
     if type(linear) not in overlapped_forms():
-        return f"{type(linear).__name__} has no overlapped form"
-    is_own = type(linear) in (ColumnParallelLinear, RowParallelLinear)
-    return standing_reason(linear, weight=None) or (None if is_own else te_feature(linear))
+        return f"{type(linear).__name__} has no {'form that exchanges' if exchanges else 'overlapped form'}"
+    return standing_reason(linear, None, exchanges) or te_feature(linear)
 
 
 def te_feature(linear: Any) -> str | None:
-    """What TE would do in its linears that ours do not."""
+    """What TE would do in its linears that ours do not; None of Megatron's own linears."""
+    if isinstance(linear, OWN):
+        return None
     if attribute(linear, "te_quant_params", None) is not None:
         return "quantized by TransformerEngine (te_quant_params)"
     if getattr(linear.config, "delay_wgrad_compute", False):

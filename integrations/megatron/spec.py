@@ -24,6 +24,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
+from overlap_train.integrations.megatron.conditions import broken_rule
 from overlap_train.integrations.megatron.norm import Norm
 from overlap_train.integrations.megatron.packed import Softmax, documents_of, packed_attention
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
@@ -57,7 +58,10 @@ class SDPACoreAttention(MegatronModule):
     ) -> None:
         """Raises ValueError for settings of `config` that change the attention in a way not offered here."""
         super().__init__(config=config)
-        _refuse_unsupported(config)
+        if problem := broken_rule(config, _RULES):
+            raise ValueError(
+                f"config.{problem}, or put another core attention than SDPACoreAttention into the layer spec"
+            )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -123,19 +127,11 @@ class SDPACoreAttention(MegatronModule):
         return nullcontext() if inactive else get_cuda_rng_tracker().fork()
 
 
-def _refuse_unsupported(config: TransformerConfig) -> None:
-    rules = (
-        ("context_parallel_size", 1, "one rank must hold the whole sequence outside a UlyssesSelfAttention"),
-        ("window_size", None, "sliding windows are not offered"),
-        ("softmax_type", "vanilla", "softmax offsets are not offered"),
-    )
-    for field, wanted, rule in rules:
-        value = getattr(config, field, wanted)
-        if value != wanted:
-            raise ValueError(
-                f"config.{field}={value!r}: {rule} by SDPACoreAttention; set it to {wanted!r} or put another core "
-                "attention into the layer spec"
-            )
+_RULES = (
+    ("context_parallel_size", 1, "one rank must hold the whole sequence outside a UlyssesSelfAttention"),
+    ("window_size", None, "sliding windows are not offered"),
+    ("softmax_type", "vanilla", "softmax offsets are not offered"),
+)
 
 
 def _refuse_call(

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from overlap_train.group.registry import made_domain
-from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
-from overlap_train.integrations.megatron.conditions import divides_weights, standing_exchange_reason, standing_reason
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, why_not_ulysses
+from overlap_train.integrations.megatron.conditions import divides_weights, standing_reason
 from overlap_train.integrations.megatron.in_model import (
     Model,
     chunks_of,
@@ -31,7 +31,6 @@ from overlap_train.integrations.megatron.in_model import (
     overlapped_linears,
     sharing_attentions,
     slot_of,
-    why_not_ulysses,
 )
 from overlap_train.integrations.megatron.linears import why_not
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
@@ -142,7 +141,7 @@ def _row(name: str, linear: Any, attention: Any) -> LinearReport:
     overlap = linear.overlap
     calls = tuple(sorted(overlap.fallback_calls.items()))
     row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)
-    reason = (standing_exchange_reason if exchanges(linear) else standing_reason)(linear, linear.weight)
+    reason = standing_reason(linear, linear.weight, exchanges(linear))
     if reason is None and not overlap.overlapped_calls and overlap.fallback_calls:
         reason = overlap.fallback_calls.most_common(1)[0][0]
     if reason is not None:

@@ -15,17 +15,15 @@ that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchang
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from overlap_train import (
     AttentionHeads,
-    OverlapConfig,
     QkNorm,
     Rotary,
     SequenceLayout,
@@ -34,19 +32,15 @@ from overlap_train import (
     qkv_all_to_all,
 )
 from overlap_train.config import flag_name
-from overlap_train.integrations.megatron.conditions import divides_weights, exchange_reason, standing_exchange_reason
+from overlap_train.integrations.megatron.conditions import divides_weights, exchange_reason, standing_reason
 from overlap_train.integrations.megatron.linears import (
     LinearOverlap,
-    MegatronFallback,
-    OverlappedColumnParallelLinear,
-    OverlappedRowParallelLinear,
-    TEFallback,
     biases,
+    derived,
+    fallbacks,
     normed,
     overlapped_forms,
     te_feature,
-    te_subclasses,
-    turn_linear,
 )
 from overlap_train.ulysses.two_groups import Groups, Sizes, nodes_of_groups, sizes_of_heads, sizes_of_rows
 
@@ -76,24 +70,6 @@ class Exchange:
         """Who has which rows, for the operators. tp_group: of the linear that exchanges."""
         assert self.group is not None
         return SequenceShards(self.group, self.layout, tp_group)
-
-
-@dataclass
-class UlyssesOverlap(LinearOverlap):
-    """The attribute `overlap` of a linear that exchanges within its product."""
-
-    groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)  # of overlapped calls, the last one's last
-    # Under TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
-    # Before the first such call also why there is none.
-    apart: str | None = None
-    parts: int | None = None
-
-    def count_exchange(self, reason: str | None, exchange: Exchange) -> None:
-        """Count one forward call, as `count`, and note the group over which it exchanged."""
-        self.count(reason)
-        if reason is None and exchange.group is not None:
-            self.groups.pop(exchange.group, None)
-            self.groups[exchange.group] = None
 
 
 def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
@@ -142,7 +118,7 @@ class _Exchanging:
     """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_rows). Mixed in before a linear class
     of Megatron's or TransformerEngine's."""
 
-    overlap: UlyssesOverlap
+    overlap: LinearOverlap
     # What the call under way does, where it is not Megatron's linear.
     _instead: Callable[[torch.Tensor], Any] | None = None
 
@@ -152,16 +128,16 @@ class _Exchanging:
         With a reason, the attention calls the linear and exchanges by a collective. Over TP the linear counts such a call itself.
         """
         reason = te_feature(self) or exchange_reason(self, x, exchange.group)
-        if not divides_weights(self):
-            self.overlap.count_exchange(reason, exchange)
-            return reason
         overlap = self.overlap
+        if not divides_weights(self):
+            overlap.count(reason, exchange.group)
+            return reason
         # Later the table goes on to say what exchanges do.
         if reason is None or (overlap.parts is None and overlap.apart is None):
             overlap.apart = reason = reason or why_apart(self, x, exchange)
         if reason is None:
             overlap.parts = parts_of_call(self, x, exchange)
-            overlap.count_exchange(None, exchange)
+            overlap.count(None, exchange.group)
         return reason
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,50 +188,12 @@ class _Exchanging:
         return overlap.watched(y), returned
 
 
-class UlyssesColumnParallelLinear(_Exchanging, MegatronFallback, ColumnParallelLinear):
-    """linear_qkv of a Ulysses attention."""
-
-
-class UlyssesRowParallelLinear(_Exchanging, MegatronFallback, RowParallelLinear):
-    """linear_proj of a Ulysses attention."""
-
-
-class UlyssesColumnOverTP(_Exchanging, OverlappedColumnParallelLinear):
-    """linear_qkv of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
-
-
-class UlyssesRowOverTP(_Exchanging, OverlappedRowParallelLinear):
-    """linear_proj of a Ulysses attention whose weight tensor parallelism divides. Calls that fall back overlap over TP."""
-
-
-class _TEExchanging(_Exchanging, TEFallback):
-    """Makes TransformerEngine's linears, as Megatron wraps them, exchange within their product."""
-
-
-class _TEExchangingRow(_TEExchanging):
-    input_is_parallel = True
-
-
 @cache
-def _forms(over_tp: bool) -> dict[type, type]:
-    """Linear class -> the class that exchanges."""
-    forms: dict[type, type] = {
-        ColumnParallelLinear: UlyssesColumnOverTP if over_tp else UlyssesColumnParallelLinear,
-        RowParallelLinear: UlyssesRowOverTP if over_tp else UlyssesRowParallelLinear,
-    }
-    return {**forms, **te_subclasses(_TEExchanging, _TEExchangingRow, overlapped_forms() if over_tp else None)}
-
-
-def why_no_exchange(linear: Any) -> str | None:
-    """Why no call of a linear can exchange within its product; None: some can."""
-    if type(linear) not in _forms(over_tp=False):
-        return f"{type(linear).__name__} has no form that exchanges"
-    return te_feature(linear) or standing_exchange_reason(linear, None)
-
-
-def exchange_in(linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
-    """Let a linear of which `why_no_exchange` is None exchange, in place."""
-    turn_linear(linear, _forms(divides_weights(linear))[type(linear)], UlyssesOverlap(config, slot, name))
+def exchanging_forms(over_tp: bool) -> dict[type, type]:
+    """Linear class -> the class that exchanges. over_tp: TP divides its weight, and calls that fall back overlap over it."""
+    if over_tp:
+        return {kind: derived(form, _Exchanging) for kind, form in overlapped_forms().items()}
+    return {kind: derived(kind, _Exchanging, mixin) for kind, mixin in fallbacks().items()}
 
 
 def exchanges(linear: Any) -> bool:
@@ -267,7 +205,7 @@ def exchanges_now(linear: Any) -> bool:
     """Whether a product of the linear hides its exchange, as far as settings tell; over TP, whether it did in the last call."""
     if not exchanges(linear) or linear.overlap.apart is not None:
         return False
-    return standing_exchange_reason(linear, linear.weight) is None
+    return standing_reason(linear, linear.weight, exchanges=True) is None
 
 
 def groups_of(linear: Any) -> list[dist.ProcessGroup]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from megatron.core.tensor_parallel.mappings import all_to_all
 
 from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, Rotary, SequenceLayout
 from overlap_train.group.signals import poll
@@ -51,25 +50,15 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
     if sent.is_cuda:
         torch.cuda.current_stream().synchronize()  # what comes before is not this wait's
     work = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
-    late = partial(_say_late, group, timeout_s)
-    if not poll(work.is_completed, timeout_s, late=late):
+    rank, ranks = dist.get_rank(), ", ".join(map(str, dist.get_process_group_ranks(group)))
+    parts = f"for the rotary frequencies or the mask of ranks {ranks} of the job"
+    late = f"Ulysses attention: rank {rank} has waited {timeout_s / 10:.3g} s {parts}; it gives up after timeout_s={timeout_s:g}"
+    if not poll(work.is_completed, timeout_s, late=lambda: warn_user(late)):
         raise OverlapTimeoutError(
-            f"Ulysses attention: rank {dist.get_rank()} waited {timeout_s:g} s for the rotary frequencies or the mask of ranks "
-            f"{_ranks(group)} of the job. One of them is dead, stopped, or in another call; if it is only slow, raise timeout_s "
-            f"(--overlap-train-timeout-s)."
+            f"Ulysses attention: rank {rank} waited {timeout_s:g} s {parts}. One of them is dead, stopped, or in another "
+            f"call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
         )
     work.wait()
-
-
-def _say_late(group: dist.ProcessGroup, timeout_s: float) -> None:
-    warn_user(
-        f"Ulysses attention: rank {dist.get_rank()} has waited {timeout_s / 10:.3g} s for the rotary frequencies or the mask of "
-        f"ranks {_ranks(group)} of the job; it gives up after timeout_s={timeout_s:g}"
-    )
-
-
-def _ranks(group: dist.ProcessGroup) -> str:
-    return ", ".join(map(str, dist.get_process_group_ranks(group)))
 
 
 def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Heads:
@@ -84,7 +73,7 @@ def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, excha
     k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
     sizes = [x.size(2) // ranks for x in (q, k, v)]
     sent = torch.cat([x.unflatten(2, (ranks, -1)) for x in (q, k, v)], dim=3).permute(2, 0, 1, 3, 4)
-    received = _Exchange.apply(sent, exchange.group).flatten(0, 1)
+    received = all_to_all(exchange.group, sent).flatten(0, 1)
     in_order = received.index_select(0, exchange.places)
     return tuple(x.contiguous() for x in in_order.split(sizes, dim=2))  # type: ignore[return-value]
 
@@ -94,28 +83,8 @@ def collective_to_rows(context: torch.Tensor, exchange: Exchange) -> torch.Tenso
     if exchange.ranks == 1:
         return context
     sent = context.index_select(0, exchange.order).unflatten(0, (exchange.ranks, -1))
-    received = _Exchange.apply(sent, exchange.group)
+    received = all_to_all(exchange.group, sent)
     return received.permute(1, 2, 0, 3).flatten(2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Block i of [W, ...] goes to rank i and is replaced by rank i's block for this one."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _exchanged(blocks, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradient, ctx.group), None
-
-
-def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    received = torch.empty(blocks.shape, dtype=blocks.dtype, device=blocks.device)
-    dist.all_to_all_single(received, blocks.contiguous(), group=group)
-    return received
 
 
 _MASK, _FREQS, _ROTARY = "mask", "freqs", "rotary"

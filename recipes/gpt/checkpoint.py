@@ -120,7 +120,7 @@ def load(trainer: Trainer, folder: Path) -> int:
             )
     _make_describable(trainer.optimizer)
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
-    trainer.model.bare.load_state_dict(state["model"])
+    trainer.bare.load_state_dict(state["model"])
     _load_optimizer(trainer.optimizer, state["optimizer"])
     # Megatron's schedule counts samples, of which this run may have another number in a step.
     samples = {"num_steps": run["iteration"] * trainer.settings.global_batch_size}
@@ -136,7 +136,7 @@ def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    model = trainer.model.bare.sharded_state_dict(metadata=metadata)
+    model = trainer.bare.sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "opt_param_scheduler": trainer.schedule.state_dict()}
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 import overlap_train
 from gpt import checkpoint
@@ -19,7 +17,6 @@ from gpt.sample import TEMPERATURE, generate
 from gpt.settings import Settings
 from gpt.training import Trainer, build_trainer, per_byte
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron import run_without_cuda
 
 
 def run(settings: Settings, overlap: OverlapConfig | None) -> None:
@@ -30,10 +27,8 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
         OverlapTimeoutError: a peer did not arrive in time.
     """
     train_on, validate_on = read_samples(settings)
-    device = join_ranks(settings.distributed_timeout_minutes)
+    device = join_ranks(settings).device
     folder = checkpoint.find(settings)
-    divide_ranks(settings)
-    make_deterministic(settings)
     trainer = build_trainer(settings, build_model(settings, overlap, device))
     introduce(settings, train_on, validate_on, device)
     first = checkpoint.load(trainer, folder) if folder else 0
@@ -52,29 +47,10 @@ def introduce(settings: Settings, train_on: Samples, validate_on: Samples, devic
     """Say what is about to be trained, on what, and where."""
     text, ranks = settings.text or "the topics of help()", dist.get_world_size()
     others = f"context parallel {settings.cp} (Ulysses), " if settings.cp > 1 else ""
-    others += f"pipeline parallel {settings.pp}, " if settings.pp > 1 else ""
-    others += f"data parallel {ranks // settings.replica_ranks}"
     say(f" text: {text}, {len(train_on.text)} bytes to train on, {len(validate_on.text)} to validate")
-    say(f" ranks: {ranks} on {device.type.upper()}, tensor parallel {settings.tp}, {others}")
+    replicas = ranks // settings.replica_ranks
+    say(f" ranks: {ranks} on {device.type.upper()}, tensor parallel {settings.tp}, {others}data parallel {replicas}")
     say(f" model: {settings.title}, {settings.num_layers} layers, {settings.parameters / 1e6:.2f} M parameters")
-
-
-def divide_ranks(settings: Settings) -> None:
-    """Make Megatron-Core's process groups, on CPU processes, too."""
-    run_without_cuda()
-    parallel_state.initialize_model_parallel(
-        settings.tp,
-        pipeline_model_parallel_size=settings.pp,
-        context_parallel_size=settings.cp,
-        distributed_timeout_minutes=settings.distributed_timeout_minutes,
-    )
-
-
-def make_deterministic(settings: Settings) -> None:
-    """With `--deterministic 1`, let torch and cuBLAS refuse kernels that add in the order of arrival."""
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
-        torch.use_deterministic_algorithms(True)
 
 
 def train(trainer: Trainer, train_on: Samples, validate_on: Samples, first: int, device: torch.device) -> None:

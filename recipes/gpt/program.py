@@ -11,13 +11,18 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError, shutdown
 from overlap_train.flags import tell
+from overlap_train.integrations.megatron import missing, run_without_cuda
+from overlap_train.tools.measure.world import World, join
+
+if TYPE_CHECKING:
+    from gpt.settings import Settings
 
 TALKATIVE = ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch", "distributed.distributed_data_parallel")
 
@@ -35,27 +40,30 @@ def refused_by_rule() -> Iterator[None]:
         raise RecipeError(" ".join(str(error).split())) from error
 
 
-def join_ranks(minutes: float = 10) -> torch.device:
-    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone; returns this rank's device.
+def join_ranks(settings: Settings) -> World:
+    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone, and divide the ranks into
+    Megatron-Core's groups.
 
     Raises:
         RecipeError: this node has more ranks than GPUs.
     """
-    how = {"timeout": timedelta(minutes=minutes)}
-    if "RANK" not in os.environ:
-        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if settings.deterministic:  # torch and cuBLAS refuse kernels that add in the order of arrival
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
+        torch.use_deterministic_algorithms(True)
+    minutes = settings.distributed_timeout_minutes
     if dist.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", **how)
-        return torch.device("cpu")
-    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= gpus:
-        raise RecipeError(f"rank {local} of this node has no GPU: there are {gpus}; start fewer (--nproc-per-node)")
-    device = torch.device("cuda", local)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device, **how)
-    return device
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        world = World(dist.group.WORLD, device, dist.get_rank(), dist.get_world_size())
+    else:
+        with refused_by_rule():
+            world = join(may_be_alone=True, minutes=minutes)
+    run_without_cuda()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        settings.tp, context_parallel_size=settings.cp, distributed_timeout_minutes=minutes
+    )
+    return world
 
 
 def run_program(name: str, work: Callable[[], None]) -> int:
@@ -66,6 +74,9 @@ def run_program(name: str, work: Callable[[], None]) -> int:
         work()
     except RecipeError as error:
         refusal = str(error)  # without its traceback, which would keep process groups alive
+    except ImportError as error:
+        if (refusal := missing(error)) is None:
+            raise
     except OverlapTimeoutError as error:  # names this rank and the peer that is missing
         _abandon(name, str(error))
     except RuntimeError as error:  # of gloo; NCCL's watchdog ends the process itself

@@ -22,6 +22,7 @@ from overlap_train.flags import (
     add_options,
     from_args,
     option,
+    option_fields,
     positive_float,
     positive_int,
     positive_int_or_0,
@@ -53,10 +54,9 @@ class Settings:
     num_query_groups: int = _positive(4, "key and value heads (GQA)")
     seq_length: int = _positive(128, "bytes in a sample")
     tp: int = _count(
-        0, "tensor-parallel ranks, with sequence parallelism; 0: as many as --pp, --cp and --num-query-groups allow"
+        0, "tensor-parallel ranks, with sequence parallelism; 0: as many as --cp and --num-query-groups allow"
     )
     cp: int = _positive(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
-    pp: int = _positive(1, "pipeline stages, each with an equal share of the layers")
     distributed_timeout_minutes: int = _positive(10, "how long Megatron's and torch's own collectives wait for a rank")
     micro_batch_size: int = _positive(8, "samples of one forward and backward pass on one rank")
     global_batch_size: int = _positive(16, "samples of one optimizer step, over all ranks")
@@ -77,22 +77,22 @@ class Settings:
     save_interval: int = _count(0, "steps between checkpoints; 0: only at the end")
     load: str = option("", "where to resume: a --save folder, or an iter_ folder in it")
 
-    # What a published model has beside its shape, and what compare_mfu sets. These fields are no flags.
+    # What a published model has beside its shape, by Megatron's names, and what compare_mfu sets. These fields are no flags.
     title: str = "small GPT"
     vocab_size: int = 256
-    kv_channels: int = 0  # width of a head; 0: hidden_size / num_attention_heads
-    norm_eps: float = 1e-5
-    rope_base: int = 10000
-    has_qk_norm: bool = False
-    experts: int = 0  # 0: a dense MLP
-    experts_per_token: int = 0
-    expert_balance: float = 0.0
-    accumulation_fusion: bool = False  # Megatron's gradient_accumulation_fusion, for all linears
+    kv_channels: int | None = None  # width of a head; None: hidden_size / num_attention_heads
+    layernorm_epsilon: float = 1e-5
+    rotary_base: int = 10000
+    qk_layernorm: bool = False
+    num_moe_experts: int | None = None  # None: a dense MLP
+    moe_router_topk: int = 2  # experts that a token takes
+    moe_aux_loss_coeff: float = 0.0
+    gradient_accumulation_fusion: bool = False
 
     @property
     def replica_ranks(self) -> int:
         """How many ranks train one model together. Replicas of them are data parallel."""
-        return self.tp * self.cp * self.pp
+        return self.tp * self.cp
 
     @property
     def head_width(self) -> int:
@@ -105,12 +105,17 @@ class Settings:
         return -(-self.vocab_size // step) * step
 
     @property
+    def matrices(self) -> tuple[int, int]:
+        """How many weights the linears of a layer have: those of its attention, and those of its MLP or of one expert."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups  # q and output, k and v
+        return heads * self.head_width * self.hidden_size, 3 * self.ffn_hidden_size * self.hidden_size
+
+    @property
     def parameters(self) -> int:
-        """How many parameters the model has: embedding and output layer, the matrices of each layer, norms."""
-        queries, keys = self.num_attention_heads * self.head_width, self.num_query_groups * self.head_width
-        mlps = 3 * self.ffn_hidden_size * max(1, self.experts) + self.experts  # the last: the router
-        norms = 2 * self.hidden_size + 2 * self.head_width * self.has_qk_norm
-        layer = self.hidden_size * (2 * queries + 2 * keys + mlps) + norms
+        """How many parameters the model has: embedding and output layer, the matrices of each layer, routers, norms."""
+        (attention, mlp), experts = self.matrices, self.num_moe_experts or 0
+        norms = 2 * self.hidden_size + 2 * self.head_width * self.qk_layernorm
+        layer = attention + max(1, experts) * mlp + experts * self.hidden_size + norms
         return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size + self.hidden_size
 
 
@@ -119,31 +124,23 @@ _PUBLISHED: dict[str, Any] = dict(
     seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, lr_warmup_iters=20, eval_interval=0,
     eval_iters=4, sample_bytes=64,
 )  # fmt: skip
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "vocab_size",
-    "kv_channels",
-)
+SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 
 
 def _published(name: str, **others: Any) -> dict[str, Any]:
-    return {size: getattr(models.MODELS[name], size) for size in _SIZES} | others
+    return {size: getattr(models.MODELS[name], size) or None for size in (*SHAPE, "vocab_size")} | others
 
 
 # What differs from Settings(). Sources of the sizes: overlap_train/tools/measure/models.py; mixtral: arXiv 2401.04088, table 1,
 # and config.json of mistralai/Mixtral-8x7B-v0.1.
 MODELS: dict[str, dict[str, Any]] = {
     SMALL: {},
-    "llama3-8b": _published("llama3-8b", title="Llama-3 8B", rope_base=500000),
-    "llama3-70b": _published("llama3-70b", title="Llama-3 70B", rope_base=500000),
-    "qwen3-32b": _published("qwen3-32b", title="Qwen3-32B", norm_eps=1e-6, rope_base=1000000, has_qk_norm=True),
+    "llama3-8b": _published("llama3-8b", title="Llama-3 8B", rotary_base=500000),
+    "llama3-70b": _published("llama3-70b", title="Llama-3 70B", rotary_base=500000),
+    "qwen3-32b": _published("qwen3-32b", title="Qwen3-32B", layernorm_epsilon=1e-6, rotary_base=1000000, qk_layernorm=True),
     "mixtral-8x7b": dict(
         title="Mixtral 8x7B", num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
-        num_query_groups=8, vocab_size=32000, rope_base=1000000, experts=8, experts_per_token=2, expert_balance=0.02,
+        num_query_groups=8, vocab_size=32000, rotary_base=1000000, num_moe_experts=8, moe_router_topk=2, moe_aux_loss_coeff=0.02,
     ),
 }  # fmt: skip
 
@@ -185,30 +182,32 @@ def read_flags(
     return settings, overlap
 
 
-def resolve(settings: Settings, ranks: int) -> Settings:
+def resolve(settings: Settings, ranks: int, options: Any = Settings) -> Settings:
     """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks.
+
+    options: the dataclass whose flags the program has.
 
     Raises:
         RecipeError: a rule is broken; the text names flag, value, rule and way out.
     """
-    left = max(1, ranks // (settings.pp * settings.cp))
+    left = max(1, ranks // settings.cp)
     warm_up = min(settings.lr_warmup_iters, settings.train_iters // 4)
     tp = settings.tp or math.gcd(left, settings.num_query_groups)
     settings = replace(settings, tp=tp, lr_warmup_iters=warm_up)
-    if problem := _problem(settings, ranks) or (settings.cuda_graph and graph_problem(settings)):
+    if problem := _problem(settings, ranks, options) or (settings.cuda_graph and graph_problem(settings)):
         raise RecipeError(problem)
     return settings
 
 
-def _problem(settings: Settings, ranks: int) -> str | None:
-    """Which rule is broken."""
+def _problem(settings: Settings, ranks: int, options: Any) -> str | None:
+    """Which rule is broken, in the words of a program with these flags."""
+    flags = {found.name for found in option_fields(options)}
     if ranks % settings.replica_ranks:
-        sizes = ", ".join(shown(settings, name) for name in ("tp", "cp", "pp"))
+        sizes = ", ".join(shown(settings, name) for name in ("tp", "cp") if name in flags)
         return f"{sizes}: their product {settings.replica_ranks} does not divide the {ranks} ranks started; change one of them"
     # Ulysses gives every rank whole sequences of an equal part of the heads, and cuts a sequence into two parts for each rank.
     heads, parts = settings.tp * settings.cp, settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
     for name, divisor, why in (
-        ("num_layers", settings.pp, "--pp: every stage has as many layers"),
         ("hidden_size", 2 * settings.num_attention_heads if not settings.kv_channels else 1, "heads of an even width"),
         ("num_attention_heads", settings.num_query_groups, "--num-query-groups: query heads share keys evenly"),
         ("num_query_groups", settings.tp, "--tp: every rank has an equal part"),
@@ -222,7 +221,9 @@ def _problem(settings: Settings, ranks: int) -> str | None:
         ),
     ):
         if getattr(settings, name) % divisor:
-            return f"{shown(settings, name)} must be a multiple of {divisor}, {why}; change one of them"
+            value = f"{name}={getattr(settings, name)} of --model {settings.model}"
+            value = shown(settings, name) if name in flags else value
+            return f"{value} must be a multiple of {divisor}, {why}; change one of them"
     if settings.save_interval and not settings.save:
         return f"{shown(settings, 'save_interval')} without --save would save nothing; add --save DIR"
     return None
@@ -232,8 +233,11 @@ def graph_problem(settings: Settings) -> str | None:
     """Why the passes of this model cannot be captured into a CUDA graph, or None."""
     for name, plain, reason in (
         ("recompute", settings.recompute == "none", "it reads the random state; use none"),
-        ("model", not settings.experts, "the host reads how many tokens each expert gets; choose one without experts"),
-        ("pp", settings.pp == 1, "stages synchronise the host; use 1"),
+        (
+            "model",
+            not settings.num_moe_experts,
+            "the host reads how many tokens each expert gets; choose one without experts",
+        ),
     ):
         if not plain:
             return f"{shown(settings, name)} cannot be captured into a CUDA graph: {reason}"
@@ -250,7 +254,7 @@ def _machine_problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: 
         return f"--overlap-train-method {overlap.method} needs GPUs, and there are none; choose one of {', '.join(ON_CPUS)}"
     if settings.cuda_graph:
         return f"{shown(settings, 'cuda_graph')} needs GPUs, and there are none; leave it out"
-    if settings.experts:
+    if settings.num_moe_experts:
         return f"{shown(settings, 'model')} has experts, which Megatron-Core runs on GPUs only; choose another model"
     needed, free = 16 * settings.parameters / 2**30, psutil.virtual_memory().available / 2**30  # fp32 with two moments
     if needed > free:

@@ -1,9 +1,10 @@
-"""Optimizer, schedule, and one step of training or validation, all of them Megatron's; on request a step as a CUDA graph."""
+"""DDP, optimizer, schedule, and one step of training or validation, all of them Megatron's; on request a step as a CUDA graph."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -12,15 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_all_rng_states
+from megatron.core.transformer.module import Float16Module
 
 import overlap_train
 from gpt.data import Batch
-from gpt.model import Model, on_stream
 from gpt.settings import Settings
 from overlap_train.integrations.megatron import graphed_model
 
@@ -30,18 +32,18 @@ EAGER_STEPS = 3  # before a capture: kernels compile, NCCL connects and symmetri
 
 @dataclass
 class Trainer:
-    """A model with its optimizer and learning-rate schedule."""
+    """A model with its optimizer and learning-rate schedule. `bare` owns the parameters and the checkpoint keys; `trained` is the
+    same model in Megatron's wrappers. stream: the one to train in, with --cuda-graph 1."""
 
     settings: Settings
-    model: Model
+    bare: GPTModel
+    trained: DistributedDataParallel
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    stream: torch.cuda.Stream | None
 
     def step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, float]:
-        """Train on a global batch; returns (Σ nats, Σ bytes) as a tensor [2], and the gradient norm.
-
-        The sums are those of this replica on its last pipeline stage, and zeros on the others; see `per_byte`.
-        """
+        """Train on a global batch; returns (Σ nats, Σ bytes) of this replica's part as a tensor [2], and the gradient norm."""
         self.optimizer.zero_grad()
         total = self.forward_backward(batches)
         _, grad_norm, _ = self.optimizer.step()
@@ -50,14 +52,14 @@ class Trainer:
 
     def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
         """Replace the gradients by those of a global batch, reduced; returns Σ nats and Σ bytes as above."""
-        self.model.trained.train()
-        self.model.trained.zero_grad_buffer()
+        self.trained.train()
+        self.trained.zero_grad_buffer()
         return self._run(batches, forward_only=False)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
         """Nats per byte over `steps` global batches, summed over all data-parallel ranks."""
-        self.model.trained.eval()
+        self.trained.eval()
         return per_byte(sum(self._run(batches, forward_only=True) for _ in range(steps)))
 
     def release(self) -> None:
@@ -67,19 +69,17 @@ class Trainer:
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=batches,
-            model=[self.model.trained],
+            model=[self.trained],
             num_microbatches=micro_batches(self.settings),
             seq_length=self.settings.seq_length,
             micro_batch_size=self.settings.micro_batch_size,
             forward_only=forward_only,
         )
-        if not losses:  # not the last pipeline stage
-            return next(self.model.bare.parameters()).new_zeros(2, dtype=torch.float64)
         return torch.stack([loss["lm loss"] for loss in losses]).sum(0)
 
 
 def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[Any]]:
-    """Megatron's pair: the output of the model, on the last stage losses [b, s], and the function that makes a loss of it."""
+    """Megatron's pair: the losses [b, s] of the model, and the function that makes a loss of them."""
     batch = next(batches)
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, partial(_loss, batch["loss_mask"])
@@ -91,13 +91,11 @@ def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch
     return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count]).double()}
 
 
-def per_byte(total: torch.Tensor) -> float:
-    """Σ nats / Σ bytes of a tensor [2], each summed over replicas, parts of sequences and stages: the same on every rank."""
-    total = total.clone()
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-    return (total[0] / total[1]).item()
+def per_byte(totals: torch.Tensor) -> Any:
+    """Σ nats / Σ bytes of [..., 2], each summed over replicas and parts of sequences: the same on every rank."""
+    totals = totals.clone()
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return (totals[..., 0] / totals[..., 1]).tolist()
 
 
 def micro_batches(settings: Settings) -> int:
@@ -105,46 +103,51 @@ def micro_batches(settings: Settings) -> int:
     return settings.global_batch_size // (settings.micro_batch_size * parallel_state.get_data_parallel_world_size())
 
 
-def build_trainer(settings: Settings, model: Model) -> Trainer:
-    """AdamW, distributed over data-parallel ranks on GPUs, with linear warm-up and a cosine; hooks DDP into `model`."""
-    config, lowest = model.bare.config, LOWEST_LR * settings.lr
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Enqueue the block into `stream`: after what the caller's stream has, before what it gets next. None: change nothing."""
+    if stream is None:
+        yield
+        return
+    caller = torch.cuda.current_stream()
+    stream.wait_stream(caller)
+    with torch.cuda.stream(stream):
+        yield
+    caller.wait_stream(stream)
+
+
+def build_trainer(settings: Settings, model: GPTModel) -> Trainer:
+    """Wrap the model in DDP, with fp32 gradients, and give it AdamW with linear warm-up and a cosine. On GPUs gradients are
+    reduced during the backward pass and the optimizer is distributed over data-parallel ranks."""
+    config, lowest = model.config, LOWEST_LR * settings.lr
+    is_reduced_early = config.bf16 and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=is_reduced_early, use_distributed_optimizer=config.bf16
+    )
+    # DDP keeps the nodes that collect gradients, and these run in the stream in which DDP was built: the one that is captured.
+    stream = torch.cuda.Stream() if settings.cuda_graph else None
+    with on_stream(stream):
+        trained = DistributedDataParallel(config, ddp, Float16Module(config, model) if config.bf16 else model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=lowest,
-            weight_decay=WEIGHT_DECAY,
-            adam_beta1=0.9,
-            adam_beta2=0.95,
-            clip_grad=CLIP_GRAD,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=config.bf16,
+            optimizer="adam", lr=settings.lr, min_lr=lowest, weight_decay=WEIGHT_DECAY, adam_beta1=0.9, adam_beta2=0.95,
+            clip_grad=CLIP_GRAD, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=config.bf16,
         ),
-        [model.trained],
-    )
+        [trained],
+    )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    if model.trained.ddp_config.overlap_grad_reduce:
-        config.no_sync_func = model.trained.no_sync
+    if is_reduced_early:
+        config.no_sync_func = trained.no_sync
     samples = settings.train_iters * settings.global_batch_size  # Megatron's schedule counts samples
     schedule = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=lowest,
-        lr_warmup_steps=settings.lr_warmup_iters * settings.global_batch_size,
-        lr_decay_steps=samples,
-        lr_decay_style="cosine",
-        start_wd=WEIGHT_DECAY,
-        end_wd=WEIGHT_DECAY,
-        wd_incr_steps=samples,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
+        optimizer, init_lr=0.0, max_lr=settings.lr, min_lr=lowest,
+        lr_warmup_steps=settings.lr_warmup_iters * settings.global_batch_size, lr_decay_steps=samples, lr_decay_style="cosine",
+        start_wd=WEIGHT_DECAY, end_wd=WEIGHT_DECAY, wd_incr_steps=samples, wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+    )  # fmt: skip
     kind = GraphedTrainer if settings.cuda_graph else Trainer
-    return kind(settings, model, optimizer, schedule)
+    return kind(settings, model, trained, optimizer, schedule, stream)
 
 
 @dataclass
@@ -169,7 +172,7 @@ class GraphedTrainer(Trainer):
         taken = list(islice(batches, micro_batches(self.settings)))
         if self.graph is None and self.eager_calls < EAGER_STEPS:
             self.eager_calls += 1
-            with on_stream(self.model.stream):
+            with on_stream(self.stream):
                 return super().forward_backward(iter(taken))
         if self.graph is None:
             self.capture(taken)
@@ -190,8 +193,8 @@ class GraphedTrainer(Trainer):
         gc.collect()  # freeing memory during a capture may end it
         torch.cuda.synchronize()
         # thread_local: NCCL's watchdog and autograd's threads go on calling CUDA
-        capture = torch.cuda.graph(graph, stream=self.model.stream, capture_error_mode="thread_local")
-        with capture, graphed_model(self.model.bare):
+        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
+        with capture, graphed_model(self.bare):
             total = super().forward_backward(iter(inputs))
         self.graph, self.inputs, self.total = graph, inputs, total
 

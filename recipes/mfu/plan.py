@@ -1,14 +1,15 @@
-"""What compare_mfu is told: one frozen dataclass, its flags, and the recipe settings that follow from it for each model."""
+"""What compare_mfu is told: the variants and what each is compared with, the flags, and the settings of each model."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
-from mfu.names import AGAIN, DEFAULTS, ULYSSES_DEFAULTS, USERBUFFERS, VARIANTS, bare, ulysses_problem
 from overlap_train import OverlapConfig
+from overlap_train.config import METHODS
 from overlap_train.flags import Parser, add_flags, add_options, from_args, option, positive_int, read_config
 
 WARM_UP_STEPS = 3
@@ -16,6 +17,63 @@ USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [fl
 
 # As many layers as leave room for three variants with their optimizers on four GPUs of 141 GB.
 FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2, "mixtral-8x7b": 1}
+
+
+AGAIN = " again"  # ends the name of what is trained a second time
+ONE_METHOD = tuple(method for method in METHODS if method not in ("auto", "collective"))
+
+# name: how tables and the picture call it, in their order: baselines first, ours last, the default last of all
+VARIANTS = {
+    "megatron": "Megatron-Core",
+    "megatron_graph": "Megatron-Core, CUDA graph",
+    "async_tp": "PyTorch async-TP",
+    "nccl": "NCCL, then cuBLAS",  # our modules by NCCL and cuBLAS, one after the other: method collective
+    "nccl_graph": "NCCL, then cuBLAS, CUDA graph",
+    "te": "TransformerEngine",
+    "te_userbuffers": "TE userbuffers",
+    "te_userbuffers_ring": "TE userbuffers, ring",
+    "te_overlap": "overlap_train on TE",
+    **{method: f"overlap_train, {method} only" for method in ONE_METHOD},
+    "overlap": "overlap_train",
+    "overlap_graph": "overlap_train, CUDA graph",
+}
+GRAPHS = {name: name.removesuffix("_graph") for name in VARIANTS if name.endswith("_graph")}  # what is captured
+USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
+DEFAULTS = ("megatron", "overlap", "async_tp")
+ULYSSES_DEFAULTS = ("nccl", "chunked", "fused", "direct", "overlap")
+
+
+def bare(name: str) -> str:
+    """The name of a variant, given its own or that of its repetition."""
+    return name.removesuffix(AGAIN)
+
+
+def label_of(name: str) -> str:
+    """How tables call a variant or a repetition."""
+    return VARIANTS[bare(name)] + name[len(bare(name)) :]
+
+
+def is_graph(name: str) -> bool:
+    """Whether a variant, or its repetition, replays a CUDA graph."""
+    return bare(name) in GRAPHS
+
+
+def is_transformer_engine(name: str) -> bool:
+    """Whether it is built of TransformerEngine's modules."""
+    return bare(name).startswith("te")
+
+
+def baseline_of(names: Collection[str], name: str) -> str | None:
+    """What a variant is compared with: the first baseline among `names`. A graph is compared with a graph."""
+    baselines = ("megatron_graph", "nccl_graph") if is_graph(name) else ("megatron", "nccl", "te")
+    return next((baseline for baseline in baselines if baseline in names), None)
+
+
+def ulysses_problem(name: str) -> str | None:
+    """Why a variant has no context parallelism, and what to take; None: it has."""
+    if bare(name) in ("megatron", "megatron_graph", "async_tp"):
+        return f"this baseline has no context parallelism; take nccl{'_graph' if is_graph(name) else ''}"
+    return "userbuffers overlap tensor parallelism only; take te" if bare(name) in USERBUFFERS else None
 
 
 @dataclass(frozen=True)
@@ -129,6 +187,6 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         lr=3e-4,
         lr_warmup_iters=20,
         deterministic=int(plan.bitwise),
-        accumulation_fusion=plan.weight_gradient_fusion == "both",
+        gradient_accumulation_fusion=plan.weight_gradient_fusion == "both",
     )
-    return resolve(settings, ranks)
+    return resolve(settings, ranks, Plan)

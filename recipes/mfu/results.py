@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from mfu.names import ONE_METHOD, VARIANTS, baseline_of, is_graph, is_transformer_engine, label_of
-from mfu.plan import Plan
+from mfu.plan import ONE_METHOD, VARIANTS, Plan, baseline_of, is_graph, is_transformer_engine, label_of
 from mfu.run import Measured
 from overlap_train.select.system import system_of
 from overlap_train.tools.measure import results as output
@@ -34,12 +33,11 @@ def step_flops(settings: Settings) -> float:
 
         6 B s [ layers ( h (q + 2 k) + s q + q h + MLPs a token x 3 h ffn ) + h x padded vocabulary ]      s q: 2 (s / 2) q
     """
-    hidden, width = settings.hidden_size, settings.head_width
-    queries, keys = settings.num_attention_heads * width, settings.num_query_groups * width
-    attention = hidden * (queries + 2 * keys) + settings.seq_length * queries + queries * hidden
-    mlp = max(1, settings.experts_per_token) * 3 * hidden * settings.ffn_hidden_size
+    attention, mlp = settings.matrices
+    attention += settings.seq_length * settings.num_attention_heads * settings.head_width
+    layer = attention + (settings.moe_router_topk if settings.num_moe_experts else 1) * mlp
     tokens = settings.global_batch_size * settings.seq_length
-    return 6.0 * tokens * (settings.num_layers * (attention + mlp) + hidden * settings.vocabulary_rows)
+    return 6.0 * tokens * (settings.num_layers * layer + settings.hidden_size * settings.vocabulary_rows)
 
 
 def row_of(plan: Plan, name: str, measured: Measured, peak: float | None) -> Row:

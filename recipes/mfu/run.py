@@ -9,25 +9,23 @@ from __future__ import annotations
 import gc
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 import overlap_train
 from gpt.data import Batch, batches, read_samples
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from gpt.training import GraphedTrainer, Trainer, micro_batches
-from mfu.alone import Wholes, without_communication
-from mfu.names import AGAIN, bare, is_graph, is_transformer_engine
-from mfu.plan import WARM_UP_STEPS, Plan
+from gpt.training import GraphedTrainer, Trainer, micro_batches, per_byte
+from mfu.linears import Wholes, without_communication
+from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, bare, is_graph, is_transformer_engine
 from mfu.variants import adds_in_place, build_variant, obstacle, release_userbuffers
 from overlap_train import OverlapConfig
 from overlap_train.tools.measure.timing import Pace, measure
+from overlap_train.tools.measure.world import World
 
 EXPOSED_BURST = 3
 
@@ -57,7 +55,7 @@ class Variant:
 
     def forward_backward_alone(self, _: int = 0) -> None:
         """As forward_backward, without the communication of the linears."""
-        with without_communication(self.trainer.model.bare, self.wholes):
+        with without_communication(self.trainer.bare, self.wholes):
             self.forward_backward()
 
     def capture(self) -> None:
@@ -67,9 +65,7 @@ class Variant:
 
     def losses(self) -> list[float]:
         """Nats per byte of every step, over all replicas and parts of sequences; collective."""
-        totals = torch.stack(self.totals)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        return (totals[:, 0] / totals[:, 1]).tolist()
+        return per_byte(torch.stack(self.totals))
 
     def _micro_batches(self, step: int) -> Sequence[Batch]:
         count = micro_batches(self.trainer.settings)
@@ -90,7 +86,7 @@ class Measured:
         return statistics.median(self.ran[name].step_ms)
 
 
-def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, device: torch.device) -> Measured:
+def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, world: World) -> Measured:
     """Train and time every variant of a model; collective.
 
     Raises:
@@ -98,24 +94,24 @@ def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, device: torc
     """
     measured = Measured(settings)
     samples, _ = read_samples(settings, is_validated=False)
-    stream = batches(samples, 0, settings, device)
+    stream = batches(samples, 0, settings, world.device)
     # On the device before anything is timed.
     data = list(islice(stream, settings.train_iters * micro_batches(settings)))
     for name in plan.names:
-        problem = obstacle(name, settings, device)
+        problem = obstacle(name, settings, world.device)
         if problem is None:
             say(f" {settings.model}: building {name}")
-            problem = attempt(lambda name=name: start(name, measured, overlap, data, device), device)
-        leave_out(name, problem, measured, device)
+            problem = world.attempt(lambda name=name: start(name, measured, overlap, data, world))
+        leave_out(name, problem, measured, world)
     # Only now: all variants share a heap, which cannot grow once a graph knows it.
     for name in [name for name in measured.ran if is_graph(name)]:
-        leave_out(name, attempt(measured.ran[name].capture, device), measured, device)
-    train_in_turns(plan, measured, device)
+        leave_out(name, world.attempt(measured.ran[name].capture), measured, world)
+    train_in_turns(plan, measured, world)
     measured.losses = {name: run.losses() for name, run in measured.ran.items()}
     for name, run in measured.ran.items():
         if name.endswith(AGAIN) and bare(name) in measured.ran:
-            measured.same[name] = are_the_same(measured.ran[bare(name)], run, measured.losses, device)
-    problem = attempt(lambda: time_without_communication(plan, measured, device), device)
+            measured.same[name] = are_the_same(measured.ran[bare(name)], run, measured.losses, world)
+    problem = world.attempt(lambda: time_without_communication(plan, measured, world))
     if problem is not None:  # step times and losses are worth keeping
         say(f" {settings.model}: exposed communication is unknown: {problem}")
     for run in measured.ran.values():
@@ -125,14 +121,14 @@ def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, device: torc
     return measured
 
 
-def start(name: str, measured: Measured, overlap: OverlapConfig, data: Sequence[Batch], device: torch.device) -> None:
+def start(name: str, measured: Measured, overlap: OverlapConfig, data: Sequence[Batch], world: World) -> None:
     """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective."""
     settings = measured.settings
-    trainer = build_variant(name, settings, overlap, device)
+    trainer = build_variant(name, settings, overlap, world.device)
     wholes = Wholes(settings.tp, adds_in_place(name, settings, overlap))
-    run = Variant(name, trainer, data, fingerprint(trainer.model.bare), wholes)
+    run = Variant(name, trainer, data, fingerprint(trainer.bare), wholes)
     first = next(iter(measured.ran.values()), run)
-    if any_rank(not torch.equal(first.start, run.start), device):
+    if world.any(not torch.equal(first.start, run.start)):
         raise RecipeError(f"it did not start from the weights of {first.name}")
     for _ in range(WARM_UP_STEPS):
         run.step()
@@ -148,12 +144,12 @@ def fingerprint(model: torch.nn.Module) -> torch.Tensor:
     return torch.stack(squares).sort().values
 
 
-def train_in_turns(plan: Plan, measured: Measured, device: torch.device) -> None:
+def train_in_turns(plan: Plan, measured: Measured, world: World) -> None:
     """Rounds of timed steps, each in another order. A variant that fails has no more turns."""
     for turn in range(plan.rounds):
         for name in random.Random(turn).sample(list(measured.ran), len(measured.ran)):
-            problem = attempt(lambda name=name: take_turn(plan, measured.ran[name], device), device)
-            leave_out(name, problem, measured, device)
+            problem = world.attempt(lambda name=name: take_turn(plan, measured.ran[name], world))
+            leave_out(name, problem, measured, world)
         if not measured.ran:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in measured.absent.items())
             raise RecipeError(f"--model {measured.settings.model}: no variant can be trained here: {reasons}")
@@ -161,13 +157,13 @@ def train_in_turns(plan: Plan, measured: Measured, device: torch.device) -> None
         say(f" {measured.settings.model}: round {turn + 1}/{plan.rounds}, ms a step: {times}")
 
 
-def take_turn(plan: Plan, run: Variant, device: torch.device) -> None:
-    timings = measure({run.name: run.step}, Pace(1, plan.round_steps), dist.group.WORLD, device)
+def take_turn(plan: Plan, run: Variant, world: World) -> None:
+    timings = measure({run.name: run.step}, Pace(1, plan.round_steps), world.group, world.device)
     overlap_train.check()  # a wait that gave up in these steps has left NaN
     run.step_ms.append(timings[run.name].ms)
 
 
-def leave_out(name: str, problem: str | None, measured: Measured, device: torch.device) -> None:
+def leave_out(name: str, problem: str | None, measured: Measured, world: World) -> None:
     """Where there is a problem: go on without the variant, say why, and give the others its memory at once. Collective."""
     if problem is None:
         return
@@ -183,14 +179,14 @@ def leave_out(name: str, problem: str | None, measured: Measured, device: torch.
     say(f" {measured.settings.model}: without {name}: {problem}")
     measured.absent[name] = problem
     gc.collect()  # a model and its optimizer refer to each other
-    if device.type == "cuda":
+    if world.device.type == "cuda":
         torch.cuda.empty_cache()
     # After a wait that gave up every call would raise that again. Graphs hold addresses of the old memory.
-    if any_rank("Overlap" in problem, device) and not any(map(is_graph, measured.ran)):
-        attempt(overlap_train.shutdown, device)
+    if world.any("Overlap" in problem) and not any(map(is_graph, measured.ran)):
+        world.attempt(overlap_train.shutdown)
 
 
-def time_without_communication(plan: Plan, measured: Measured, device: torch.device) -> None:
+def time_without_communication(plan: Plan, measured: Measured, world: World) -> None:
     """Time forward and backward with and without the linears' communication, in turns; not of repetitions.
 
     TransformerEngine's modules cannot run without, Ulysses' all-to-alls move data that the next GEMM needs, and of a graph host
@@ -201,35 +197,14 @@ def time_without_communication(plan: Plan, measured: Measured, device: torch.dev
     calls = {name: run.forward_backward for name, run in once.items()}
     if measured.settings.cp == 1:
         calls |= {f"{name}, alone": once[name].forward_backward_alone for name in alone}
-    timings = measure(calls, Pace(3 if plan.quick else 5, EXPOSED_BURST), dist.group.WORLD, device)
+    timings = measure(calls, Pace(3 if plan.quick else 5, EXPOSED_BURST), world.group, world.device)
     for name, run in once.items():
         run.passes_ms = timings[name].ms
         run.alone_ms = timings[f"{name}, alone"].ms if f"{name}, alone" in timings else None
 
 
-def are_the_same(one: Variant, other: Variant, losses: dict[str, list[float]], device: torch.device) -> bool:
+def are_the_same(one: Variant, other: Variant, losses: dict[str, list[float]], world: World) -> bool:
     """Equal losses at every step and equal weights at the end, bitwise and on every rank; collective."""
-    weights = zip(one.trainer.model.bare.parameters(), other.trainer.model.bare.parameters(), strict=True)
+    weights = zip(one.trainer.bare.parameters(), other.trainer.bare.parameters(), strict=True)
     differ = losses[one.name] != losses[other.name] or not all(torch.equal(a, b) for a, b in weights)
-    return not any_rank(differ, device)
-
-
-def any_rank(here: bool, device: torch.device) -> bool:
-    """Whether it is true on any rank; collective."""
-    found = torch.tensor([here], dtype=torch.int32, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found.item())
-
-
-def attempt(work: Callable[[], object], device: torch.device) -> str | None:
-    """Run `work` on all ranks. None if it succeeded on all of them; else what went wrong, or "failed on another rank". Any error
-    counts: one variant must not end a run of minutes."""
-    problem = None
-    try:
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
-    failed = any_rank(problem is not None, device)
-    return "failed on another rank" if failed and problem is None else problem
+    return not world.any(differ)

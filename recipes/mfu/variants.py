@@ -5,21 +5,18 @@ from __future__ import annotations
 import importlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from gpt.model import OURS, Modules, build_model
+from gpt.model import build_model
 from gpt.settings import Settings, graph_problem
 from gpt.training import Trainer, build_trainer
-from mfu.alone import parallel_linears
-from mfu.names import GRAPHS, USERBUFFERS, bare, is_transformer_engine
+from mfu.linears import use_async_tp
+from mfu.plan import GRAPHS, USERBUFFERS, bare, is_graph, is_transformer_engine
 from overlap_train import OverlapConfig
-from overlap_train.tools.bench.async_tp import AsyncColumn, AsyncRow
 
 
 def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
@@ -42,17 +39,18 @@ def obstacle(name: str, settings: Settings, device: torch.device) -> str | None:
 
 def build_variant(name: str, settings: Settings, overlap: OverlapConfig, device: torch.device) -> Trainer:
     """Build a variant's trainer; collective. Raises RecipeError where enable() refuses."""
-    variant, change, modules = GRAPHS.get(bare(name), bare(name)), None, OURS
-    if variant == "async_tp":
-        change = use_async_tp
-    if variant in USERBUFFERS:
-        change = partial(name_userbuffers, settings=settings, is_ring=variant == USERBUFFERS[1])
+    variant = GRAPHS.get(bare(name), bare(name))
+    settings = replace(settings, cuda_graph=int(is_graph(name)))
+    build = partial(build_model, settings, overlap_of(variant, overlap), device)
     if is_transformer_engine(variant):
-        own = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": variant == USERBUFFERS[1]}
-        spec = partial(get_gpt_decoder_block_spec, use_transformer_engine=True)
-        modules = Modules(spec, own if variant in USERBUFFERS else {})
-    settings = replace(settings, cuda_graph=int(bare(name) in GRAPHS))
-    return build_trainer(settings, build_model(settings, overlap_of(variant, overlap), device, change, modules))
+        ring = variant == USERBUFFERS[1]
+        own = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": ring} if variant in USERBUFFERS else {}
+        model = build(partial(get_gpt_decoder_block_spec, use_transformer_engine=True), own)
+        if variant in USERBUFFERS:
+            name_userbuffers(model, settings, ring)
+    else:
+        model = use_async_tp(build()) if variant == "async_tp" else build()
+    return build_trainer(settings, model)
 
 
 def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
@@ -67,7 +65,7 @@ def overlap_of(variant: str, overlap: OverlapConfig) -> OverlapConfig | None:
 def adds_in_place(name: str, settings: Settings, overlap: OverlapConfig) -> bool:
     """Whether a variant's linears add weight gradients into main_grad inside the GEMM."""
     config = overlap_of(GRAPHS.get(bare(name), bare(name)), overlap)
-    return settings.accumulation_fusion if config is None else config.main_grad == "accumulate"
+    return settings.gradient_accumulation_fusion if config is None else config.main_grad == "accumulate"
 
 
 def name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None:
@@ -97,25 +95,3 @@ def release_userbuffers() -> None:
     """Free them, if there are any: they must not outlive the process groups."""
     if megatron_te.HAVE_TE:
         importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
-
-
-def use_async_tp(model: GPTModel) -> None:
-    """Exchange the classes of the model's parallel linears, as enable() does."""
-    for linear in parallel_linears(model):
-        linear.__class__ = AsyncColumnLinear if type(linear) is ColumnParallelLinear else AsyncRowLinear
-
-
-class AsyncColumnLinear(ColumnParallelLinear):
-    """x [s/W, b, K] -> [s, b, N/W]."""
-
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        y = AsyncColumn.apply(input.flatten(0, 1), weight, self.tp_group)
-        return y.view(-1, input.shape[1], y.shape[1])
-
-
-class AsyncRowLinear(RowParallelLinear):
-    """x [s, b, K/W] -> [s/W, b, N]."""
-
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        z = AsyncRow.apply(input_.flatten(0, 1), self.weight, self.tp_group)
-        return z.view(-1, input_.shape[1], z.shape[1]), None

@@ -17,7 +17,7 @@ from overlap_train import OverlapConfig
 from overlap_train.ops import launch as hopper
 from overlap_train.ops import launch as kernel_args
 from overlap_train.ops.launch import multiprocessors
-from overlap_train.tools.measure.pretended import pretend_nodes
+from overlap_train.tools.measure.world import pretend_nodes
 from tests.linear_cases import Case
 
 COUNTING = (kernel_args, hopper)  # modules that ask how many SMs there are

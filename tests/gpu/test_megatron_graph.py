@@ -79,7 +79,7 @@ def trainer_of(settings: Settings, overlap: OverlapConfig | None, device: torch.
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: parameter.main_grad.clone() for name, parameter in trainer.model.bare.named_parameters()}
+    return {name: parameter.main_grad.clone() for name, parameter in trainer.bare.named_parameters()}
 
 
 @pytest.mark.parametrize("is_overlapped", [True, False], ids=["overlapped", "Megatron's linears"])
@@ -115,7 +115,7 @@ def test_replays_are_like_eager_passes(
     assert all(abs(ours - theirs) < 0.1 * theirs for ours, theirs in losses), losses
     check()
     slots = ("qkv", "proj") if settings.cp > 1 else SLOTS
-    calls = [linear.overlapped_calls for linear in report(graphed.model.bare).linears if linear.slot in slots]
+    calls = [linear.overlapped_calls for linear in report(graphed.bare).linears if linear.slot in slots]
     # eager passes and one capture: replays call nothing
     assert calls == [(EAGER_STEPS + 1) * micro_batches(settings) * is_overlapped] * len(calls)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import overlap_train
 from overlap_train import OverlapConfig
 from overlap_train.group.registry import made_domain
+from overlap_train.ops.plan_cache import made_cache
 from tests.linear_cases import OPERATORS, Case
 
 STEPS = 10
@@ -38,9 +39,9 @@ def test_methods_take_turns_and_are_exact(tuned_case: Case, operator: str) -> No
     with contextlib.redirect_stderr(said):
         for seed in range(1 + 3 * 5 + 1):  # the first is untuned; then of each method two calls count, beside its first
             OPERATORS[operator](case, (512, 1), 1024, 768, seed=seed)
-    domain = made_domain(case.group)
-    assert domain is not None
-    winners = domain.book.table.winners.values()
+    cache = made_cache(made_domain(case.group))
+    assert cache is not None
+    winners = cache.table.winners.values()
     assert len(winners) == 2
     for winner in winners:
         assert {"fused", "direct", "chunked", "collective"} <= set(winner.ms) and min(winner.ms.values()) > 0

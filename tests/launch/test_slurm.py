@@ -158,6 +158,9 @@ def test_ranks_that_are_restarted_resume_too(launch: Launch) -> None:
         assert second["arguments"] == [*first["arguments"], "--load", checkpoints]
         assert first["SLURM_NODEID"] == str(rank)
         assert first["MASTER_ADDR"] == "127.0.0.1"
+        assert first["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and first["TRITON_CACHE_DIR"].endswith(
+            f"/triton-{os.getuid()}"
+        )
 
 
 def test_a_failed_recipe_fails_the_job_and_says_where_to_look(launch: Launch) -> None:
@@ -177,7 +180,6 @@ def test_a_comparison_gets_its_arguments_and_no_checkpoints(launch: Launch) -> N
     said = launch.said()["rank0-restart0"]
     assert said["arguments"] == ["--steps", "3"]
     assert said["RUN_DIR"] == str(launch.run_dir)
-    assert said["CUDA_DEVICE_MAX_CONNECTIONS"] == "1" and said["TRITON_CACHE_DIR"].endswith(f"/triton-{os.getuid()}")
     assert launch.cluster.job(number)["Requeue"] == "0"
 
 

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from overlap_train import OverlapConfig
-from overlap_train.integrations.megatron.linears import LinearOverlap, overlapped_forms, turn_linear
+from overlap_train.integrations.megatron.linears import overlapped_forms, turn_linear
 from tests.megatron import layout
 
 SEQUENCE, BATCH, FEATURES_IN, FEATURES_OUT = 8, 3, 12, 20
@@ -88,7 +88,7 @@ def overlapped(own: Any, config: OverlapConfig) -> Any:
     """A copy of Megatron's linear with the overlapped class."""
     linear = copy.copy(own)
     linear._parameters = {name: None if p is None else _twin(p) for name, p in own._parameters.items()}
-    turn_linear(linear, overlapped_forms()[type(own)], LinearOverlap(config, "fc1", "linear"))
+    turn_linear(linear, overlapped_forms()[type(own)], config, "fc1", "linear")
     return linear
 
 

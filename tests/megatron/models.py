@@ -1,4 +1,5 @@
-"""Small GPT models and a few steps of training with Megatron-Core's own DDP, schedule and optimizer, on the CPU."""
+"""Small GPT models and a few steps of training with Megatron-Core's own DDP, schedule and optimizer, on the CPU; under Ulysses'
+context parallelism with Megatron's own slicing of the batch."""
 
 from __future__ import annotations
 
@@ -6,20 +7,25 @@ import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.utils import get_batch_on_this_cp_rank
 
-from overlap_train import OverlapConfig
+from overlap_train import OverlapConfig, SequenceLayout
 from overlap_train.integrations.megatron import enable, gpt_block_spec
 from tests.megatron import layout
 from tests.megatron.linears import model_config
 
 VOCABULARY, SEQUENCE, BATCH = 48, 16, 2
+DOCUMENTS = (0, 8, 24)  # of a pack: starts of two documents and the end of the last; 8 rows beyond it
 
 LLAMA = dict(
     normalization="RMSNorm",
@@ -44,21 +50,24 @@ class Recipe:
     microbatches: int = 2
     overlap_grad_reduce: bool = False
     positions: str = "rope"
+    context_parallel: int = 1  # Ulysses
+    packed: bool = False
+    cut: str = "zigzag"  # of a pack; newer Megatron has contiguous, too
 
 
 def gpt(recipe: Recipe) -> GPTModel:
     """The model of a recipe; the same full weights for every tensor-parallel size and with overlap or without."""
-    layout.use(recipe.tensor_parallel)
-    parallel = recipe.tensor_parallel > 1
+    layout.use(recipe.tensor_parallel, context_parallel=recipe.context_parallel)
     config = model_config(
-        tensor_model_parallel_size=recipe.tensor_parallel, sequence_parallel=parallel, **recipe.architecture
-    )
+        tensor_model_parallel_size=recipe.tensor_parallel, sequence_parallel=recipe.tensor_parallel > 1,
+        context_parallel_size=recipe.context_parallel, **{"cp_comm_type": "a2a", **recipe.architecture},
+    )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads
     model = GPTModel(
         config=config,
         transformer_layer_spec=gpt_block_spec(config),
         vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
+        max_sequence_length=2 * SEQUENCE,
         share_embeddings_and_output_weights=recipe.tied,
         position_embedding_type=recipe.positions,
     )
@@ -90,22 +99,67 @@ def batches(seed: int = 0) -> Iterator[torch.Tensor]:
         yield (start + torch.arange(SEQUENCE + 1)) % VOCABULARY
 
 
-def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """What Megatron's schedules call for each microbatch."""
-    tokens = next(data)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+def micro_batch(recipe: Recipe, text: torch.Tensor) -> dict[str, Any]:
+    """A micro-batch as Megatron hands it to a rank."""
+    text = text.reshape(1, -1)[:, : 2 * SEQUENCE + 1] if recipe.packed else text
+    length = text.size(1) - 1
+    batch = {
+        "tokens": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "loss_mask": torch.ones(len(text), length),
+        "position_ids": torch.arange(length).expand(len(text), -1).contiguous(),
+    }
+    return _packed(batch, recipe.context_parallel, recipe.cut) if recipe.packed else _sliced(batch)
 
-    def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return losses.mean(), {"loss": losses.detach().mean()}
 
-    return losses, mean
+def _sliced(batch: dict[str, Any]) -> dict[str, Any]:
+    group = parallel_state.get_context_parallel_group()
+    try:
+        return get_batch_on_this_cp_rank({**batch, "cu_seqlens": None}, False, group)
+    except TypeError:  # Megatron-Core 0.16
+        return get_batch_on_this_cp_rank(batch, group)
+
+
+def _packed(batch: dict[str, Any], ranks: int, cut: str) -> dict[str, Any]:
+    """Zigzag within each document, as TransformerEngine's thd_get_partitioned_indices cuts; or contiguous, or zigzag_pack, across
+    documents. Rows beyond the last do not count."""
+    ends = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    batch["loss_mask"][:, DOCUMENTS[-1] :] = 0
+    if ranks == 1:  # Megatron's own rotary positions know no rows beyond
+        batch = {name: x[:, : DOCUMENTS[-1]] for name, x in batch.items()}
+    rows = batch["tokens"].size(1)
+    if ranks > 1:
+        starts = (*DOCUMENTS, rows) if cut == "zigzag" else ()
+        layout = SequenceLayout(cut.removesuffix("_pack"), starts)
+        of_ranks = layout.rows_of_ranks(rows, ranks, torch.device("cpu"))
+        mine = of_ranks[parallel_state.get_context_parallel_rank()]
+        batch = {name: x[:, mine].contiguous() for name, x in batch.items()}
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=16, max_seqlen_kv=16)
+    if cut != "zigzag":
+        packed.cp_partition_mode = cut
+    return {**batch, "packed": packed}
+
+
+def forward_step(recipe: Recipe, data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Megatron's pair. Its schedule multiplies a loss of two parts by the context-parallel ranks, and DDP divides by them."""
+    batch = micro_batch(recipe, next(data))
+    losses = model(
+        batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=batch.get("packed")
+    )
+
+    def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        total = torch.stack([(losses * batch["loss_mask"]).sum(), batch["loss_mask"].sum()])
+        mean = total.detach().clone()
+        torch.distributed.all_reduce(mean, group=parallel_state.get_context_parallel_group())
+        return total[0] / mean[1], {"loss": mean[0] / mean[1]}  # every token weighs the same, whichever rank has it
+
+    return losses, loss
 
 
 def forward_backward(recipe: Recipe, model: DistributedDataParallel, data: Iterator[torch.Tensor]) -> float:
     """All microbatches of one step, gradients reduced; returns the mean loss."""
     results = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=partial(forward_step, recipe),
         data_iterator=data,
         model=model,
         num_microbatches=recipe.microbatches,

@@ -54,11 +54,12 @@ def model_of(context_parallel: int, tensor_parallel: int = 1, **architecture: An
 
 def train(model: Any, context_parallel: int = 1) -> list[float]:
     model.config.finalize_model_grads_func = finalize_model_grads
-    wrapped, data = ulysses.wrapped(model), ulysses.batches(ulysses.Run(context_parallel=context_parallel))
+    run, data = ulysses.Run(context_parallel=context_parallel), models.batches()
+    wrapped = models.wrap(run, model)
     optimizer, losses = models.optimizer_of(wrapped), []
     for _ in range(3):
         optimizer.zero_grad()
-        losses.append(ulysses.forward_backward(wrapped, data))
+        losses.append(models.forward_backward(run, wrapped, data))
         optimizer.step()
     return losses
 
@@ -156,7 +157,7 @@ def what_cannot_overlap_stays_transformer_engines() -> None:
         (model, "use_transformer_engine_op_fuser=True"),
         (_fused_by_its_spec(), "TEFusedMLPWithGroupedLinear in the model"),
         (gated, "attention_output_gate=True"),
-        (model_of(2, cp_comm_type="p2p"), "tensor_model_parallel_size=1.*--cp-comm-type a2a"),
+        (model_of(2, cp_comm_type="p2p"), "tensor_model_parallel_size=1.*cp_comm_type='a2a'"),
     ):
         with pytest.raises(ValueError, match=why):
             quietly_enable(refused, OverlapConfig())

@@ -8,6 +8,7 @@ the path it is about is the one that ran.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,12 +101,24 @@ def test_gathering_the_output_stays_megatrons(at_run_time: bool) -> None:
     assert run(pair.overlapped, column_input(), runtime_gather_output=True)["y"].shape[-1] == FEATURES_OUT
 
 
+EXPERT = "expert: the token dispatcher communicates, not the linear"
+WHOLE = (SEQUENCE, BATCH, FEATURES_IN)
+BUILT = {  # reason -> how both linears are built, and what they get
+    "no sequence parallelism: the linear all-reduces": (
+        {"config_changes": {"sequence_parallel": False}}, lambda: (integers(*WHOLE), row_input()),
+    ),
+    "tensor-parallel size 1: nothing to communicate": ({"tensor_parallel": 1}, lambda: (integers(*WHOLE), integers(*WHOLE))),
+    EXPERT: ({"is_expert": True, "skip_bias_add": True}, lambda: (column_input(), row_input())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", BUILT)
 @on_ranks
-def test_tensor_parallelism_without_sequence_parallelism_falls_back() -> None:
-    changes = {"config_changes": {"sequence_parallel": False}}
-    reason = "no sequence parallelism: the linear all-reduces"
-    check(column_pair(**changes), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
-    check(row_pair(**changes), row_input(), reason)
+def test_linears_that_were_built_not_to_exchange_fall_back(reason: str) -> None:
+    arguments, inputs = BUILT[reason]
+    pairs = column_pair(**arguments), row_pair(**arguments)
+    for pair, x in zip(pairs, inputs(), strict=True):
+        check(pair, x, reason)
 
 
 @on_ranks
@@ -120,41 +133,23 @@ def test_attributes_are_read_on_every_call() -> None:
     assert pair.counts[0] == 1
 
 
+SWITCHED: dict[str, Callable[[Any, bool], Any]] = {  # reason -> what Megatron, or a user, switches on a built linear
+    "frozen weight": lambda linear, on: linear.weight.requires_grad_(not on),
+    "evaluation mode": lambda linear, on: linear.train(not on),
+    EXPERT: lambda linear, on: setattr(linear, "explicit_expert_comm", on),  # SharedExpertMLP
+}
+
+
+@pytest.mark.parametrize("reason", SWITCHED)
 @on_ranks
-def test_tensor_parallel_size_one_falls_back() -> None:
-    reason = "tensor-parallel size 1: nothing to communicate"
-    check(column_pair(tensor_parallel=1), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
-    check(row_pair(tensor_parallel=1), integers(SEQUENCE, BATCH, FEATURES_IN), reason)
-
-
-@on_ranks
-def test_frozen_weight_falls_back() -> None:
-    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
-        pair.own.weight.requires_grad_(False)
-        pair.overlapped.weight.requires_grad_(False)
-        check(pair, x, "frozen weight")
-        assert pair.overlapped.weight.grad is None
-        pair.overlapped.weight.requires_grad_(True)
-        run(pair.overlapped, x)
-        assert pair.counts == (1, {"frozen weight": 1}), "overlaps once it is trained again"
-
-
-EXPERT = "expert: the token dispatcher communicates, not the linear"
-
-
-@on_ranks
-def test_explicit_expert_communication_falls_back() -> None:
-    """SharedExpertMLP sets explicit_expert_comm on linears after construction: then the linear must not communicate."""
+def test_linears_fall_back_while_something_is_switched_off(reason: str) -> None:
     for pair, x in ((column_pair(), column_input()), (row_pair(skip_bias_add=True), row_input())):
-        pair.own.explicit_expert_comm = pair.overlapped.explicit_expert_comm = True
-        check(pair, x, EXPERT)
-        assert run(pair.overlapped, x)["y"].shape[0] == x.shape[0]
-
-
-@on_ranks
-def test_expert_linears_fall_back() -> None:
-    check(column_pair(is_expert=True), column_input(), EXPERT)
-    check(row_pair(is_expert=True, skip_bias_add=True), row_input(), EXPERT)
+        for linear in (pair.own, pair.overlapped):
+            SWITCHED[reason](linear, True)
+        check(pair, x, reason)
+        SWITCHED[reason](pair.overlapped, False)
+        run(pair.overlapped, x)
+        assert pair.counts == (1, {reason: 1}), "overlaps again"
 
 
 REASON_NO_REDUCE = "disable_grad_reduce: the caller reduces the input's gradient"
@@ -163,17 +158,6 @@ REASON_NO_REDUCE = "disable_grad_reduce: the caller reduces the input's gradient
 @on_ranks
 def test_disabled_gradient_reduction_falls_back() -> None:
     check(column_pair(disable_grad_reduce=True), column_input(), REASON_NO_REDUCE)
-
-
-@on_ranks
-def test_evaluation_mode_falls_back() -> None:
-    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
-        pair.own.eval()
-        pair.overlapped.eval()
-        check(pair, x, "evaluation mode")
-        pair.overlapped.train()
-        pair.overlapped(x)
-        assert pair.counts[0] == 1
 
 
 @on_ranks

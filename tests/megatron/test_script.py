@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -38,9 +39,10 @@ def user_script(tmp_path: Path) -> Path:
     return tmp_path / "user.py"
 
 
-def launch(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def launch(*words: object, cwd: Path | None = None, rank: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "overlap_train.integrations.megatron", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
+    env = {**os.environ, "RANK": str(rank)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
 
 
 def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path: Path):
@@ -49,6 +51,12 @@ def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path:
     folder = user_script.resolve().parent
     expected = f"NAME __main__ ARGV ['--lr', '1', '--', '-x'] PATH {folder} FILE {user_script}\n"
     assert ended.stdout == expected
+
+
+def test_only_rank_0_prints_the_help():
+    first, second = launch("--help"), launch("--help", rank=1)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "--overlap-train-method" in first.stdout and second.stdout == ""
 
 
 def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_script: Path):
@@ -359,20 +367,3 @@ def test_megatrons_graph_wrapper_brackets_training_that_it_captures_and_its_grap
     hooks.finish()
     hooks.finish()
     assert resets == ["training"] and not any(FullCudaGraphWrapper.cuda_graph.values()), "NCCL would wait for them"
-
-
-@pytest.mark.parametrize(
-    ("changes", "size"),
-    [({}, "1 GiB"), ({"makes": False}, None), ({"seq_length": 8192}, None), ({"reset_attention_mask": True}, None)],
-    ids=str,
-)
-def test_large_masks_that_nobody_needs_are_named(
-    enabled: list[Any], arguments: SimpleNamespace, capsys: pytest.CaptureFixture[str], changes: Any, size: str | None
-):
-    settings = {"seq_length": 32768, "makes": True, **changes}
-    arguments.create_attention_mask_in_dataloader = settings.pop("makes")
-    vars(arguments).update(settings)
-    module = hooked(setup_of_016)
-    module.setup_model_and_optimizer(lambda **stage: torch.nn.Identity(), "gpt")
-    said = capsys.readouterr().out
-    assert (f"32768 x 32768 ({size})" in said and "--no-create-attention-mask-in-dataloader" in said) == bool(size)

@@ -21,8 +21,8 @@ from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import provide_accumulation_fusion, report
 from overlap_train.integrations.megatron.packed import documents_of
 from overlap_train.integrations.megatron.ulysses_linears import exchanges
-from tests.megatron import ulysses
-from tests.megatron.models import GPT2, LLAMA
+from tests.megatron import models, ulysses
+from tests.megatron.models import GPT2, LLAMA, Recipe
 from tests.megatron.test_main_grad import GRADIENTS
 from tests.megatron.ulysses import Run
 from tests.megatron.workers import on_ranks
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def difference(run: Run, overlap: OverlapConfig | None) -> float:
+def difference(run: Recipe, overlap: OverlapConfig | None) -> float:
     """The largest difference of a gradient between context parallelism 2 and 1, as a part of its largest element."""
     expected = ulysses.gradients(run)
     actual = ulysses.gradients(replace(run, context_parallel=2, overlap=overlap))
@@ -81,7 +81,7 @@ def test_weights_that_are_gathered_in_forward_hooks_are_waited_for() -> None:
     expected = ulysses.gradients(run)
     build = ulysses.gpt
 
-    def gathering(run: Run) -> Any:
+    def gathering(run: Recipe) -> Any:
         model = build(run)
         for module in model.modules():
             if exchanges(module):
@@ -146,9 +146,9 @@ def _ddp_hook(name: str, weight: torch.nn.Parameter, order: list[str]) -> Any:
 @pytest.mark.parametrize("packed", [False, True])
 @on_ranks
 def test_ten_steps_follow_one_rank(packed: bool) -> None:
-    alone, model = ulysses.train(Run(packed=packed), 10)
+    alone, model = models.train(Run(packed=packed), 10)
     weights = ulysses.weights(model)
-    losses, model = ulysses.train(Run(packed=packed, context_parallel=2, overlap=CHUNKED), 10)
+    losses, model = models.train(Run(packed=packed, context_parallel=2, overlap=CHUNKED), 10)
     assert losses == pytest.approx(alone, rel=2e-6) and losses[-1] < losses[0], "it learns"
     for name, weight in ulysses.weights(model).items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=2e-5, msg=lambda t, n=name: f"{n}: {t}")
@@ -157,7 +157,7 @@ def test_ten_steps_follow_one_rank(packed: bool) -> None:
 @on_ranks
 def test_the_table_says_what_is_exchanged_and_names_are_megatrons() -> None:
     run = Run(context_parallel=2, overlap=CHUNKED)
-    _, model = ulysses.train(run, 1)
+    _, model = models.train(run, 1)
     rows = {row.slot: row for row in report(model).linears}
     qkv, proj = ((row.fprop, row.dgrad, row.wgrad, row.method, row.calls) for row in (rows["qkv"], rows["proj"]))
     passes = "GEMM + A2A (CP 2)", "A2A(dy) + GEMM (CP 2)", "GEMM with the received dy"
@@ -166,7 +166,7 @@ def test_the_table_says_what_is_exchanged_and_names_are_megatrons() -> None:
     assert proj == (*passes, "chunked", "overlapped 2")
     assert rows["output"].reason == "tensor-parallel size 1: nothing to communicate"
     with torch.no_grad():
-        ulysses.forward_step(ulysses.batches(run), model.eval())
+        models.forward_step(run, models.batches(), model.eval())
     calls = {row.calls for row in report(model).linears if row.slot in ("qkv", "proj")}
     assert calls == {"overlapped 2, evaluation mode 1"} and ulysses.counted(model) > 0
     assert list(model.module.state_dict()) == list(ulysses.gpt(Run()).state_dict())
@@ -177,10 +177,10 @@ def test_the_table_says_what_is_exchanged_and_names_are_megatrons() -> None:
 def test_training_goes_on_after_inference(overlap: OverlapConfig | None) -> None:
     """What layers share is made in inference mode then."""
     run = Run(context_parallel=2, overlap=overlap)
-    expected, model = ulysses.gradients(run), ulysses.wrapped(ulysses.gpt(run))
+    expected, model = ulysses.gradients(run), models.wrap(run, ulysses.gpt(run))
     with torch.inference_mode():
-        ulysses.forward_step(ulysses.batches(run), model.eval())
-    ulysses.forward_backward(model.train(), ulysses.batches(run))
+        models.forward_step(run, models.batches(), model.eval())
+    models.forward_backward(run, model.train(), models.batches())
     assert all(torch.equal(expected[name], p.main_grad) for name, p in model.module.named_parameters())
 
 
@@ -190,7 +190,7 @@ def test_projections_whose_methods_take_turns_say_so(tmp_path: Path) -> None:
     run, rows = Run(context_parallel=2, overlap=OverlapConfig(tuning_dir=str(tmp_path), tune_steps=10)), []
     with contextlib.redirect_stderr(io.StringIO()):
         for steps in (5, 1):  # of two micro-batches
-            _, model = ulysses.train(run, steps)
+            _, model = models.train(run, steps)
             rows.append([row for row in report(model).linears if row.slot in ("qkv", "proj")])
     shutdown()
     trying, tuned = rows

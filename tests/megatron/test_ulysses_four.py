@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from overlap_train import OverlapConfig, SequenceLayout
 from overlap_train.integrations.megatron import report
 from overlap_train.ulysses import two_groups as two_group_calls
-from tests.megatron import layout, ulysses
+from tests.megatron import layout, models, ulysses
 from tests.megatron.ulysses import Run
 from tests.processes import run_ranks, values
 
@@ -62,7 +62,7 @@ class Expected:
 
     def __init__(self, folder: Path) -> None:
         self.gradients = {packed: ulysses.gradients(Run(packed=packed)) for packed in (False, True)}
-        self.losses, model = ulysses.train(Run(), STEPS)
+        self.losses, model = models.train(Run(), STEPS)
         self.weights = ulysses.weights(model)
         ulysses.save(model.module, folder / "one")
 
@@ -74,12 +74,12 @@ def trains_as_one_rank(expected: Expected, folder: Path, name: str) -> None:
     packed = Run(*LAYOUTS[name], OverlapConfig(method="collective"), packed=True)
     for one in (run, kept, packed):
         assert difference(ulysses.gradients(one), expected.gradients[one.packed], relative=True) < 5e-6
-    losses, model = ulysses.train(run, STEPS)
+    losses, model = models.train(run, STEPS)
     assert losses == pytest.approx(expected.losses, rel=2e-6) and losses[-1] < losses[0], "it learns"
     assert difference(ulysses.weights(model), expected.weights) < 2e-5
     rows = {row.name: row for row in report(model).linears}
     with torch.no_grad():
-        ulysses.forward_step(ulysses.batches(run), model.eval())
+        models.forward_step(run, models.batches(), model.eval())
     check_table(name, rows, [row for row in report(model).linears if row.slot in ("qkv", "proj")])
     if "in parts" in name:
         return
@@ -88,7 +88,7 @@ def trains_as_one_rank(expected: Expected, folder: Path, name: str) -> None:
     trained = ulysses.weights(model)
     ulysses.load(model.module, folder / "one")
     assert difference(ulysses.weights(model), expected.weights) == 0, "saved by one rank"
-    alone = ulysses.wrapped(ulysses.gpt(Run()))
+    alone = models.wrap(Run(), ulysses.gpt(Run()))
     ulysses.load(alone.module, folder / name)
     assert difference(ulysses.weights(alone), trained) == 0, "loaded by one rank"
 

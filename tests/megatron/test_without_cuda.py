@@ -34,11 +34,9 @@ def test_each_module_has_the_stand_in() -> None:
 
 
 def test_nothing_happens_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = megatron_random.CudaRNGStatesTracker
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert run_without_cuda() is False
     assert megatron_random.torch is torch
-    assert megatron_random.CudaRNGStatesTracker is before
 
 
 def random_numbers() -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,11 +51,6 @@ def random_numbers() -> tuple[torch.Tensor, torch.Tensor]:
     with megatron_random.get_cuda_rng_tracker().fork():
         assert torch.equal(torch.rand(4), own), "the states of forks do not depend on what was drawn outside"
     assert torch.equal(torch.rand(4), common), "nor the other way round"
-    with (
-        pytest.raises(ValueError, match="'no-such-state' is not known"),
-        megatron_random.get_cuda_rng_tracker().fork("no-such-state"),
-    ):
-        pass
     return common, own
 
 

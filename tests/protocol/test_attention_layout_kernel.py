@@ -48,7 +48,7 @@ def nothing_in_front(tensors: Sequence[torch.Tensor]) -> bool:
     return all(x._base is not None and bool(x._base[0].isnan().all()) for x in tensors)
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=IDS)
+@pytest.mark.parametrize("rows", ROWS[1:], ids=IDS[1:])
 @pytest.mark.parametrize(("heads", "rotated", "interleaved"), CASES)
 def test_both_kernels_do_what_torch_does(
     heads: AttentionHeads, rotated: int, interleaved: bool, rows: torch.Tensor

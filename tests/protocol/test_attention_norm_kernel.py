@@ -33,7 +33,7 @@ def gradients(heads: AttentionHeads, dtype: torch.dtype) -> Heads:
     return q, k, v
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=IDS)
+@pytest.mark.parametrize("rows", ROWS[1::2], ids=IDS[1::2])
 @pytest.mark.parametrize(("heads", "rotated", "interleaved"), CASES)
 def test_both_kernels_do_what_torch_does(
     heads: AttentionHeads, rotated: int, interleaved: bool, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch

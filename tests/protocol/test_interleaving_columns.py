@@ -69,6 +69,3 @@ def test_ranks_meet_where_asked_and_where_slots_run_out(count: int, barrier_firs
     barriers: list[str] = []
     assert_passes(columns("chunked", Simulation(2, device_waits=True), count, barrier_first, barriers), range(1))
     assert barriers == ["qkv/dgrad/barrier"] * 2 * each
-
-
-BARRIER = "self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)"

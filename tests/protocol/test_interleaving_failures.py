@@ -71,38 +71,3 @@ def late_meeting(late: int = 1) -> Build:
 
 def test_a_barrier_that_gives_up_is_named_and_poisons_what_comes_after_it() -> None:
     assert_passes(late_meeting(), range(20), spin=True)
-
-
-def gives_up(aborted: bool) -> Build:
-    """Rank 0 multiplies what rank 1 never sends, or, aborted, what it has sent but a wait before has given up."""
-
-    def build(scheduler: Scheduler) -> Callable[[], None]:
-        products: dict[int, torch.Tensor] = {}
-
-        def host(domain: SimulatedDomain) -> None:
-            for slot in domain.workspace.slots:
-                slot.memory[domain.rank].zero_()  # what is not there must not be NaN by itself
-            x, b = torch.ones(2 * TILE, TILE), torch.ones(2 * TILE, TILE)
-            plan, exchange = (
-                domain.plan("fused", x, b.t(), "ALL_TO_ALL_LINEAR").fprop,
-                core("ops.table"),
-            )
-            receiver = exchange.start_all_to_all_gemm(domain, plan, tag_of("proj"), x.unflatten(0, (2, -1)))
-            if domain.rank == 0:
-                if aborted:
-                    signals = receiver._call.slot.signals[1, : plan.chunks]
-                    scheduler.wait_until(lambda: bool(signals.all()), "rank 1 to send")
-                    domain.fault.abort.fill_(1)
-                products[0] = receiver.matmul(b, x.new_empty(TILE, TILE))
-
-        Simulation(2, timeout_s=0.01, stopped=() if aborted else (1,)).spawn_hosts(scheduler, host)
-
-        def check() -> None:
-            assert products[0].isnan().all(), "looks like a result"
-
-        return check
-
-    return build
-
-
-ARRIVED = 'acc = tl.where(arrived, acc, float("nan"))'

@@ -16,7 +16,7 @@ from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import core
-from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, SIZES, backward
+from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, backward
 
 
 def with_loads(machine: NodeSimulation, build: Build) -> Build:
@@ -42,16 +42,16 @@ def with_loads(machine: NodeSimulation, build: Build) -> Build:
     return loading
 
 
-@pytest.mark.parametrize(("world", "node_ranks"), SIZES)
+@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("operator", PROBLEMS)
 def test_operators_pass(operator: str, method: str, world: int, node_ranks: int) -> None:
     machine = NodeSimulation(world, node_ranks=node_ranks)
-    assert_passes(with_loads(machine, PROBLEMS[operator](method, machine, 2)), range(2))
+    assert_passes(with_loads(machine, PROBLEMS[operator](method, machine, 2)), range(1))
 
 
 @pytest.mark.parametrize("puts", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_backward_passes(method: str, puts: bool) -> None:
     machine = NodeSimulation(4, node_ranks=2, puts=puts, method=method)
-    assert_passes(with_loads(machine, backward(machine)), range(2))
+    assert_passes(with_loads(machine, backward(machine)), range(1))

@@ -1,4 +1,4 @@
-"""Few rows by words with flags: the real engines and kernels under seeded schedules, right and with planted faults.
+"""Few rows by words with flags: the real engines and kernels under seeded schedules.
 
 Stores of words are torn on purpose: some of a part arrive before the others (interpreter_hooks.py).
 """
@@ -21,20 +21,19 @@ from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, co
 from tests.protocol.test_interleaving_linear import mlp
 from tests.protocol.test_interleaving_shared_slot import gather_and_barrier
 
-METHOD, WORDS, KERNEL, CALLS = "low_latency", "kernels.flagged_words", "kernels.low_latency", "ops.low_latency"
-EPOCH = 1 << 32
+METHOD, CALLS, EPOCH = "low_latency", "ops.low_latency", 1 << 32
 by_words: dict[str, Callable[..., Build]] = {"gather": partial(gathers, METHOD), "scatter": partial(scatters, METHOD)}
 operators = pytest.mark.parametrize("operator", by_words)
 
 
 @operators
 def test_it_passes(operator: str) -> None:
-    assert_passes(by_words[operator](Simulation(2)), range(6))
-    assert_passes(by_words[operator](Simulation(3)), range(3))
+    assert_passes(by_words[operator](Simulation(2)), range(3))
+    assert_passes(by_words[operator](Simulation(3)), range(2))
 
 
 @operators
-@pytest.mark.parametrize(("world", "calls"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize(("world", "calls"), [(4, 2)])
 def test_so_do_more_ranks(operator: str, world: int, calls: int) -> None:
     assert_passes(by_words[operator](Simulation(world, ctas=1), calls), range(1))
 
@@ -42,7 +41,7 @@ def test_so_do_more_ranks(operator: str, world: int, calls: int) -> None:
 @operators
 def test_one_resident_cta_of_three_sends_everything_before_it_waits(operator: str) -> None:
     """Rule 4: the others start when it ends, because another kernel holds the SMs."""
-    assert_passes(by_words[operator](Simulation(2, ctas=3)), range(8), resident=1)
+    assert_passes(by_words[operator](Simulation(2, ctas=3)), range(4), resident=1)
 
 
 @pytest.mark.parametrize("gathered_input", ["regather", "keep"])
@@ -90,7 +89,7 @@ def lengths(rows: tuple[int, ...]) -> Build:
 
 
 def test_words_of_longer_calls_are_not_taken_for_new_ones() -> None:
-    assert_passes(lengths((16, 4, 4, 16, 2, 16)), range(6))
+    assert_passes(lengths((16, 4, 4, 16, 2, 16)), range(3))
 
 
 @pytest.mark.parametrize("epoch", [-1, (1 << 31) - 1])

@@ -1,4 +1,4 @@
-"""Long sequences in parts, the next sent before one is multiplied: right under seeded schedules, and with planted faults.
+"""Long sequences in parts, the next sent before one is multiplied: right under seeded schedules.
 
 The real passes of ulysses/exchange.py and ahead.py. What is sent of a part is packed into memory that is overwritten when it is
 done, as a caching allocator would give it to the next one.

@@ -88,11 +88,6 @@ def test_right_exchange_passes(resident: int | None) -> None:
     assert_passes(exchange(), range(15), resident=resident)
 
 
-STORE = "    tl.store(slots_ptr + ((peer * SLOTS + slot) * WORLD + rank) * SIZE + i, tl.load(x_ptr + i))\n"
-BARRIER = "    tl.debug_barrier()\n"
-SIGNAL = '    tl.atomic_add(flags_ptr + peer * WORLD + rank, 1, sem="release", scope="sys")\n'
-
-
 def test_slot_reused_one_epoch_early_is_found() -> None:
     assert "wrong result" in str(assert_caught(gather(slots=1), range(60)))
 

@@ -46,7 +46,7 @@ def two_barriers(domain: SimulatedDomain) -> None:
 def test_barriers_in_a_row(device_waits: bool) -> None:
     """As at the end of one replay and the beginning of the next: a peer may be one barrier ahead."""
     machine = Simulation(3, device_waits=device_waits)
-    assert_passes(gathers("chunked", machine, calls=2, before=two_barriers), range(20))
+    assert_passes(gathers("chunked", machine, calls=2, before=two_barriers), range(8))
 
 
 def without_a_peer(method: str, operator: str) -> Build:

@@ -14,26 +14,20 @@ from tests.protocol.simulated_streams import StreamSimulation
 from tests.protocol.test_interleaving_linear import mlp
 
 PROBLEMS = {"gather": gathers, "scatter": scatters}
-SIGNAL = "failed = failed or copy(route.signal_at, route.epoch_at, 8, stream)"
-KERNEL = "        kernel()  # first"
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("operator", PROBLEMS)
 def test_operators_pass(operator: str, one_queue: bool) -> None:
-    assert_passes(PROBLEMS[operator]("chunked", StreamSimulation(3, one_queue=one_queue)), range(9))
+    assert_passes(PROBLEMS[operator]("chunked", StreamSimulation(3, one_queue=one_queue)), range(4))
     for method in ("fused", "direct"):
         assert_passes(PROBLEMS[operator](method, StreamSimulation(2, one_queue=one_queue)), range(3))
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
 def test_forward_and_backward_pass(one_queue: bool) -> None:
-    assert_passes(mlp("chunked", StreamSimulation(2, one_queue=one_queue), steps=3), range(8))
-    assert_passes(mlp("fused", StreamSimulation(2, one_queue=one_queue)), range(3), resident=1)
-
-
-BOTH_CHUNKED = ["gather chunked", "scatter chunked"]
-ALL = [*BOTH_CHUNKED, "gather fused", "scatter fused"]
+    assert_passes(mlp("chunked", StreamSimulation(2, one_queue=one_queue)), range(4))
+    assert_passes(mlp("fused", StreamSimulation(2, one_queue=one_queue), steps=1), range(2), resident=1)
 
 
 def in_turns(machine: StreamSimulation) -> Before:

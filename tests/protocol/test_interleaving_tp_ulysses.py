@@ -1,5 +1,5 @@
 """TP x Ulysses on simulated GPUs: products of one group under exchanges of another, right under seeded schedules, with one
-hardware queue and with many; and with planted faults.
+hardware queue and with many.
 
 What is sent is overwritten two exchanges later, as a caching allocator would give it to others when its operator has ended.
 """
@@ -191,18 +191,18 @@ RIGHT: dict[str, Right] = {
 @pytest.mark.parametrize("one_queue", [False, True])
 @pytest.mark.parametrize("which", PASSES)
 def test_passes_of_two_groups(which: str, one_queue: bool) -> None:
-    assert_passes(problem(which, GridSimulation(one_queue=one_queue)), range(3))
+    assert_passes(problem(which, GridSimulation(one_queue=one_queue)), range(2))
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
-@pytest.mark.parametrize("puts", [False, True])
-@pytest.mark.parametrize(("world", "node_ranks"), [(4, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("world", "node_ranks", "puts", "one_queue"), [(4, 1, False, False), (4, 1, True, True), (8, 2, False, True)]
+)
 @pytest.mark.parametrize("which", PASSES)
 def test_ulysses_across_nodes(which: str, world: int, node_ranks: int, puts: bool, one_queue: bool) -> None:
     """Products leave NCCL its SMs. NVSHMEM needs none."""
     machine, beside = GridSimulation(world, one_queue=one_queue, node_ranks=node_ranks, puts=puts), []
     build = problem(which, machine)
-    assert_passes(build if puts else sparing(machine, build, beside), range(2))
+    assert_passes(build if puts else sparing(machine, build, beside), range(8 // world))
     assert puts or any(beside), "no product ran beside an exchange, so nothing was shown"
 
 
@@ -218,4 +218,4 @@ def test_products_by_kernels_with_one_resident_cta(which: str, one_queue: bool) 
 def test_kernels_that_take_the_sms_of_the_network(which: str, one_queue: bool) -> None:
     """Across nodes an exchange may find SMs only when the product beside it has ended: that product does not need it."""
     machine = GridSimulation(node_ranks=1, one_queue=one_queue)
-    assert_passes(without_room(problem(which, machine, "fused")), range(2))
+    assert_passes(without_room(problem(which, machine, "fused")), range(1))

@@ -117,32 +117,3 @@ def test_all_parts_go_to_every_peer_in_the_order_of_the_legs() -> None:
     for rank in range(3):
         topology = Topology(1, 3, rank)
         assert expected(SCATTER, topology).sent == expected(GATHER, topology).sent == in_turn(targets(topology))
-
-
-SENT = "peer_block(words_at_ptr, (rank + step) % WORLD, rank"
-TURN, PLACES = "index % (WORLD - 1)", "        places = index // (WORLD - 1) * BLOCK + lane\n"
-BLOCK_AFTER_BLOCK = "index // parts", PLACES.replace("// (WORLD - 1)", "% parts")
-TO = "(rank + 1 + index % (WORLD - 1)) % WORLD  # in turn: ranks out of step do not meet at one peer\n"
-FROM = "(rank + WORLD - 1 - index % (WORLD - 1)) % WORLD\n"
-WAITED, ADDED = "range(tl.program_id(0), parts * (WORLD - 1), tl.num_programs(0))", "for source in range(WORLD):"
-
-
-def whole_blocks(ranks: str) -> tuple[str, str]:
-    """All parts of one rank's block before the next one's, instead of in turn."""
-    turn, places = BLOCK_AFTER_BLOCK
-    return ranks + PLACES, ranks.replace(TURN, turn) + places
-
-
-FAULTS = {
-    "a gather sends to the preceding rank first": (GATHER, SENT, SENT.replace("rank + step", "rank + WORLD - step")),
-    "a gather sends in the order of ranks": (GATHER, SENT, SENT.replace("(rank + step) % WORLD", "step - (step <= rank)")),
-    "a gather waits for the following rank first": (GATHER, FROM, FROM.replace("WORLD - 1 - index", "1 + index")),
-    "a gather waits for one block after the other": (GATHER, *whole_blocks(FROM)),
-    "a gather waits for the last part first": (GATHER, WAITED, "range(parts * (WORLD - 1) - 1, -1, -1)"),
-    "a scatter sends to the preceding rank first": (SCATTER, TO, TO.replace("1 + index", "WORLD - 1 - index")),
-    "a scatter sends one block after the other": (SCATTER, *whole_blocks(TO)),
-    "a scatter adds the last rank first": (SCATTER, ADDED, "for source in range(WORLD - 1, -1, -1):"),
-    "the preceding rank is told of the call first": (
-        SCATTER, "outgoing_at_ptr + (rank + step) % WORLD)", "outgoing_at_ptr + (rank + WORLD - step) % WORLD)",
-    ),
-}  # fmt: skip

@@ -6,14 +6,17 @@ The same programs without a fault pass all of their seeds.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
+from overlap_train.nodes.engines import Piece
 from tests.protocol import planted as hook
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.operator_problems import gathers, scatters, to_heads, to_rows
 from tests.protocol.planted import EPOCH, Plant
+from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import Simulation
 from tests.protocol.simulated_streams import StreamSimulation
 
@@ -40,6 +43,10 @@ def programs() -> dict[str, Build]:
         "GEMM+A2A direct": to_heads("direct", PROCESSES, columns=32),
         "A2A+GEMM fused": to_rows("fused", PROCESSES),
         "A2A+GEMM direct": to_rows("direct", PROCESSES),
+        "AG+GEMM, NCCL": gathers("chunked", NodeSimulation(2)),
+        "GEMM+RS, NCCL": scatters("chunked", NodeSimulation(2)),
+        "AG+GEMM, NVSHMEM": gathers("chunked", NodeSimulation(2, puts=True)),
+        "GEMM+RS, NVSHMEM": scatters("chunked", NodeSimulation(2, puts=True)),
     }
 
 
@@ -53,11 +60,16 @@ class Fault:
     report: str = "wrong result"
 
 
+def with_zeros(sent: Piece) -> Piece:
+    return replace(sent, data=torch.zeros_like(sent.data))
+
+
 WRONG, STOPS, ORDER, COUNTS = "wrong result", "deadlock", "at system scope", "acquires and is released"
 TELL, COUNT = ("signals", "atomic"), (".complete", "atomic")  # what kernels do to words
 GATHERS, SCATTERS = ("AG+GEMM fused", "A2A+GEMM fused"), ("GEMM+RS fused", "GEMM+A2A fused")
 DIRECT = ("AG+GEMM direct", "GEMM+RS direct", "A2A+GEMM direct")
 STREAM = ("AG+GEMM chunked, streams", "AG+GEMM fused, streams")
+NCCL, NVSHMEM = ("AG+GEMM, NCCL", "GEMM+RS, NCCL"), ("AG+GEMM, NVSHMEM", "GEMM+RS, NVSHMEM")
 BY_COPIES = ("AG+GEMM fused, streams", "GEMM+RS chunked, streams")
 ANY = "|".join((WRONG, STOPS, "Mismatch", "TimeoutError"))
 
@@ -119,6 +131,12 @@ FAULTS = [
     Fault("count does not release", hook.accesses(*COUNT, hook.ordered("ACQUIRE")), ("GEMM+RS direct",), COUNTS),
     Fault("leaves relaxed", hook.accesses(".left", "atomic", hook.ordered("RELAXED")), DIRECT, "leaves with"),
     Fault("leaves without acquire", hook.accesses(".left", "atomic", hook.ordered("RELEASE")), DIRECT, "leaves with"),
+    # between nodes
+    Fault("what crosses is not awaited", lambda: hook.nothing_is_awaited(), NCCL, ANY),
+    Fault("zeros cross", hook.exchanges(lambda leg, sent, into: (leg, with_zeros(sent), into)), NCCL),
+    Fault("put signals before its data", hook.puts(hook.put_signal_first), NVSHMEM),
+    Fault("put leaves its data out", hook.puts(hook.put_without_data), NVSHMEM),
+    Fault("put left out", hook.puts(hook.put_left_out), NVSHMEM, STOPS),
 ]  # fmt: skip
 CASES = [pytest.param(fault, name, id=f"{fault.name}, {name}") for fault in FAULTS for name in fault.programs]
 

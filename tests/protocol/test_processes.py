@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -10,7 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train import (
+    OverlapConfig,
+    all_gather_linear,
+    all_to_all_linear,
+    linear_all_to_all,
+    linear_reduce_scatter,
+    shutdown,
+)
 from overlap_train.ops import launch as persistent
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import run_ranks, values
@@ -59,14 +65,14 @@ def _gathers_and_scatters(rank: int, world: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float16)])
 def test_few_rows_by_words_with_flags(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     values(run_ranks(world, _gathers_and_scatters, dtype, limit_s=100))
 
 
 @pytest.mark.parametrize("method", ["fused", "direct"])
 def test_every_shape_by_kernels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton kernels themselves, interpreted, between real processes."""
-    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [20] * 2
 
 
@@ -94,19 +100,24 @@ def test_half_precision() -> None:
     values(run_ranks(2, _dtypes))
 
 
-def _strange_layouts(rank: int, world: int) -> None:
+PAIRS = {"tensor": (all_gather_linear, linear_reduce_scatter), "ulysses": (linear_all_to_all, all_to_all_linear)}
+
+
+def _strange_layouts(rank: int, world: int, method: str, pair: str) -> None:
     """Non-contiguous input and weight, frozen weight, input without gradient, two microbatches in flight, recomputation."""
-    case = _case("chunked")
+    case, (first_linear, second_linear) = _case(method), PAIRS[pair]
     wide = case.integers(6, 2, 66, seed=rank).float()
     x = wide[:, :, :64:2].detach().requires_grad_()
-    w = case.integers(32, 24, seed=9 + rank).float().t().detach().requires_grad_()
+    w = case.integers(32, 24, seed=9 + rank * (pair == "tensor")).float().t().detach().requires_grad_()
     assert not x.is_contiguous() and not w.is_contiguous()
 
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        hidden = all_gather_linear(x, w, group=case.group, config=case.config)
-        return linear_reduce_scatter(hidden, w.t(), group=case.group, config=case.config)
+        hidden = first_linear(x, w, group=case.group, config=case.config)
+        hidden = torch.stack((hidden, hidden), -1)[..., 0]  # in steps of two
+        return second_linear(hidden, w.t(), group=case.group, config=case.config)
 
     def gradients(run: Any, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient of a sum is expanded: it has no memory of its own."""
         leaves = [t for t in (x, w) if t.requires_grad]
         return list(torch.autograd.grad(run(x, w).sum(), leaves))
 
@@ -126,8 +137,14 @@ def _strange_layouts(rank: int, world: int) -> None:
     assert torch.equal(in_flight[1][1], 2 * plain[1])
 
 
-def test_layouts_freezing_microbatches_and_recomputation() -> None:
-    values(run_ranks(2, _strange_layouts))
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("method", ["chunked", "collective", "direct"])
+def test_layouts_freezing_microbatches_and_recomputation(
+    method: str, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a frozen weight, `direct` sends without a product."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    values(run_ranks(2, _strange_layouts, method, pair))
 
 
 def _main_grad(rank: int, world: int) -> None:
@@ -169,18 +186,21 @@ def test_a_group_that_does_not_start_at_rank_0() -> None:
 
 
 def _bits(rank: int, world: int, method: str) -> list[bytes]:
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
-    w = torch.randn(24, 40, generator=generator).requires_grad_()
-    config = OverlapConfig(method=method)
-    y = linear_reduce_scatter(x, w, group=dist.group.WORLD, config=config)
-    y.backward(torch.ones_like(y))
-    assert x.grad is not None and w.grad is not None
-    return [t.detach().numpy().tobytes() for t in (y, x.grad, w.grad)]
+    """y, dx and dw of both operators that add."""
+    found: list[torch.Tensor] = []
+    for operator, features in ((linear_reduce_scatter, 40), (all_to_all_linear, 40 * world)):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
+        w = torch.randn(24, features, generator=generator).requires_grad_()
+        y = operator(x, w, group=dist.group.WORLD, config=OverlapConfig(method=method))
+        found += [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
+    return [t.detach().numpy().tobytes() for t in found]
 
 
-def test_the_same_bits_on_every_run() -> None:
-    first, second = (values(run_ranks(3, _bits, "chunked")) for _ in range(2))
+@pytest.mark.parametrize("method", ["chunked", "direct"])
+def test_the_same_bits_on_every_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    first, second = (values(run_ranks(3, _bits, method)) for _ in range(2))
     assert first == second
 
 

@@ -30,9 +30,8 @@ from overlap_train.select.method import Method
 from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
 from overlap_train.select.table import Winner, key_of, path_of, read, save
 from overlap_train.tools.measure.cases import Case
-from overlap_train.tools.measure.operands import make_operands
 from overlap_train.tools.measure.results import Results
-from overlap_train.tools.measure.runs import Session, Settings
+from overlap_train.tools.measure.runs import Session, Settings, make_operands
 from overlap_train.tools.measure.world import World
 from overlap_train.tools.tune.candidates import _backward, model_cases, one_a_bucket, tune_case
 from overlap_train.tools.tune.command import keep

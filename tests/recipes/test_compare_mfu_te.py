@@ -34,7 +34,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
         original(self)
         if "userbuffers" in self.name:
             assert base._ub_communicators is not None
-            for linear in self.trainer.model.bare.modules():
+            for linear in self.trainer.bare.modules():
                 if getattr(linear, "ub_name", None) is not None:
                     names.setdefault(self.name, {}).setdefault(linear.parallel_mode, set()).add(linear.ub_name)
 

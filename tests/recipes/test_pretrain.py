@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,16 +21,16 @@ from tests.recipes.recipe_runs import RECIPE, SMALL, Ended, run_recipe
 
 TWO_LAYERS = ("--num-layers", 2, "--hidden-size", 32, "--num-attention-heads", 4, "--num-query-groups", 2)
 QWEN = ("--model", "qwen3-32b", *TWO_LAYERS)
-STAGES = ("--pp", 2, *TWO_LAYERS)
 
 
 def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
     """Flags of each run of the session, in order; later ones load what earlier ones have saved."""
-    on, first, stages = "--overlap-train", folder / "first", folder / "stages"
+    on, first = "--overlap-train", folder / "first"
     return {
         "overlapped": (on, "--save", first, "--save-interval", 3, "--sample-bytes", 4),
         "megatron": (),
         "replicas": ("--tp", 1),
+        "nothing to overlap": ("--tp", 1, on, "--overlap-train-on-unsupported", "fallback", "--train-iters", 1),
         "ulysses": (on, "--cp", 2, "--sample-bytes", 4),
         "resumed": (on, "--load", first / "iter_0000003", "--save", folder / "second"),
         "resumed by replicas": ("--tp", 1, "--load", first / "iter_0000003"),
@@ -39,8 +40,6 @@ def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
         "attention recomputed": (on, *TWO_LAYERS, "--recompute", "selective"),
         "qwen": QWEN,
         "qwen, overlapped": (*QWEN, on),
-        "stages": (*STAGES, "--save", stages, "--save-interval", 3, "--sample-bytes", 2),
-        "of stages": (*TWO_LAYERS, on, "--load", stages / "iter_0000003"),
         "deterministic": (on, "--deterministic", 1),
         "another model": (*TWO_LAYERS, "--load", first),
         "no checkpoint": ("--load", folder),
@@ -126,17 +125,9 @@ def test_ulysses_overlaps_and_samples_what_one_tensor_parallel_group_samples(ran
     assert output.partition("sample,")[2] == ranks[0]["overlapped"].output.partition("sample,")[2]
 
 
-def test_each_stage_shows_its_part_and_rank_0_all_else(ranks: list[dict[str, Ended]]) -> None:
-    first, second = (rank["stages"] for rank in ranks)
-    assert list(first.losses()) == [1, 2, 3, 4, 5, 6] and "| byte bigram " in first.output and "sample" in first.output
-    assert "iteration" not in second.output
-
-
-@pytest.mark.parametrize(
-    ("name", "origin"), [("resumed", "overlapped"), ("resumed by replicas", "overlapped"), ("of stages", "stages")]
-)
-def test_a_resumed_run_goes_on_with_the_same_losses(ranks: list[dict[str, Ended]], name: str, origin: str) -> None:
-    expected = {step: ranks[0][origin].losses()[step] for step in (4, 5, 6)}
+@pytest.mark.parametrize("name", ["resumed", "resumed by replicas"])
+def test_a_resumed_run_goes_on_with_the_same_losses(ranks: list[dict[str, Ended]], name: str) -> None:
+    expected = {step: ranks[0]["overlapped"].losses()[step] for step in (4, 5, 6)}
     assert ranks[0][name].losses() == pytest.approx(expected, rel=1e-5)
 
 
@@ -161,6 +152,11 @@ def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(ranks: 
         for name in ("overlapped", "twice the batch")
     ]
     assert rates[0] == rates[1] != []
+
+
+def test_a_run_names_no_flags_of_megatrons_scripts(ranks: list[dict[str, Ended]]) -> None:
+    output = ranks[0]["nothing to overlap"].output
+    assert "with one rank there is nothing to overlap" in output and "--" not in re.sub("-{3,}", "", output)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +210,10 @@ import os, sys
 sys.path.insert(0, {str(RECIPE.parent)!r})
 import torch
 import torch.distributed as dist
-from gpt import program
+from gpt import program, settings
 
 def work():
-    program.join_ranks()
+    program.join_ranks(settings.resolve(settings.Settings(), 2))
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(0)
@@ -245,5 +241,7 @@ def test_a_missing_package_is_one_line_of_rank_0(program: str) -> None:
         for rank in ("0", "1")
     ]
     assert [rank.returncode for rank in ended] == [2, 2]
-    assert ended[0].stderr.startswith(f"{program}: error: megatron.core not installed; run: ")
+    assert ended[0].stderr.startswith(
+        f"{program}: error: Megatron-Core is not installed in this environment: pip install "
+    )
     assert ended[0].stderr.count("\n") == 1 and ended[1].stderr == ""

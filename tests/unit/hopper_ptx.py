@@ -159,29 +159,3 @@ def resources(ptx: str) -> str:
         file.flush()
         command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
         return subprocess.run(command, check=True, capture_output=True, text=True).stderr
-
-
-def binaries_of(launches: list[dict[str, Any]], module_name: str = "", kernel_name: str = "") -> list[str]:
-    """Triton's hash of the binary for each launch of a kernel of ours, or of a small one, on a stand-in for a GPU's driver."""
-    from types import SimpleNamespace
-
-    import triton
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
-    target = GPUTarget("cuda", 90, 32)
-    stand_in = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
-    )
-    driver.set_active(stand_in)  # type: ignore[arg-type]  # and stays: nothing else here asks for a driver
-
-    @triton.jit
-    def kernel(x_ptr, size, scale, BLOCK: tl.constexpr):
-        at = tl.arange(0, BLOCK)
-        tl.store(x_ptr + at, (tl.load(x_ptr + at, mask=at < size) * scale).to(x_ptr.dtype.element_ty))
-
-    if kernel_name:
-        kernel = getattr(__import__(f"overlap_train.kernels.{module_name}", fromlist=["kernel"]), kernel_name)
-    with _without_assembler():
-        return [kernel.warmup(grid=(1,), **launch).hash for launch in launches]

@@ -110,16 +110,6 @@ def test_without_a_backward_the_forward_alone_is_decided_in_the_end() -> None:
     assert run.is_due("fc1") and {kind for kind, _ in run.times()} == {GATHER}
 
 
-def test_a_pass_that_raises_is_not_timed() -> None:
-    run, bracket = _run(), mock.MagicMock()
-    bracket.__exit__.return_value = None
-    for raises in (False, False, True):
-        with contextlib.suppress(KeyError), TimedBracket(bracket, run, Timed("fc1", GATHER, "chunked", WORK)):
-            if raises:
-                raise KeyError
-    assert run.times().keys() == {(GATHER, "chunked")} and bracket.__exit__.call_count == 3
-
-
 def test_a_pass_in_a_cuda_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its events would have no time."""
     run = _run(device="cuda")

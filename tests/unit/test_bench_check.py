@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from overlap_train.tools.measure.check import WrongResult, check, product_reference, scatter_reference
 from overlap_train.tools.measure.timing import Pace, Timing, measure
+from overlap_train.tools.measure.world import World
 from tests.processes import run_ranks, values
 
 
@@ -50,7 +51,7 @@ def _on_ranks(rank: int, world: int) -> Any:
     """Verdicts on the sum of rounded partials, on one rank's partial alone, and on another rank's rows; and a measurement."""
     pairs = [_matrices(seed) for seed in range(world)]
     partials = [_rounded(a, b) for a, b in pairs]
-    reference = scatter_reference(*pairs[rank], dist.group.WORLD)
+    reference = scatter_reference(*pairs[rank], World(dist.group.WORLD, torch.device("cpu"), rank, world))
     total = sum(p.float() for p in partials).to(torch.bfloat16)
     verdicts = []
     for whole, own in ((total, rank), (partials[0], rank), (total, (rank + 1) % world)):

@@ -7,18 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from overlap_train.nodes import nccl
-from overlap_train.schedule.order import Topology
 from overlap_train.symmetric import bounded as room
-from overlap_train.symmetric import nvshmem, torch_symm
 from overlap_train.symmetric.bounded import Callers, WatchingProcess, bounded
 
 CPU = torch.device("cpu")
@@ -118,113 +113,3 @@ def test_the_watch_begins_before_the_call_and_ends_with_it(raises: bool) -> None
         if raises:
             raise OSError
     assert told[1:] == ["closed"]
-
-
-class Calls:
-    """What is called, and within which bounds."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, str | None, Callers | None]] = []
-        self._bounds: tuple[str | None, Callers | None] = (None, None)
-
-    @contextlib.contextmanager
-    def bounded(self, what: str, callers: Callers) -> Iterator[None]:
-        self._bounds = (what, callers)
-        yield
-        self._bounds = (None, None)
-
-    def note(self, name: str) -> None:
-        self.made.append((name, *self._bounds))
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    found = Calls()
-    for module in (nvshmem, torch_symm, nccl):
-        monkeypatch.setattr(module, "bounded", found.bounded)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return found
-
-
-class Ranks:
-    """An Agreement of ranks 4 to 7 of the job whose peers are all well; this one is rank 1 of the group."""
-
-    rank, world_size, group = 1, 4, SimpleNamespace(group_name="group")
-
-    def callers(self, members: Any = None) -> Callers:
-        return Callers(5, tuple(4 + member for member in members or range(4)), 9.0)
-
-    def exchange(self, value: Any, what: str) -> list[Any]:
-        return ["uid"] * 4
-
-    def barrier(self, what: str) -> None: ...
-
-    def all_succeed(self, error: str | None, what: str) -> None:
-        assert error is None, error
-
-    def store_of(self, name: str) -> str:
-        return name
-
-    def name_of(self, what: str) -> str:
-        return what
-
-
-def test_every_collective_call_of_nvshmem_is_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    core = ModuleType("nvshmem.core")
-    memory = torch.ones(16, dtype=torch.uint8)
-    answers = {"init": None, "bytetensor": memory, "free_tensor": None, "finalize": None}
-    for name, answer in answers.items():
-        setattr(core, name, lambda *_, name=name, answer=answer, **__: calls.note(name) or answer)
-    core.get_peer_tensor = lambda memory, rank: memory  # type: ignore[attr-defined]
-    package, cuda = ModuleType("nvshmem"), ModuleType("cuda.core")
-    package.core = core  # type: ignore[attr-defined]
-    cuda.Device = lambda index: SimpleNamespace(set_current=lambda: None)  # type: ignore[attr-defined]
-    for module in (package, core, cuda):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(nvshmem, "_worlds", [])
-    monkeypatch.setattr(nvshmem, "_ranks", lambda group, members: tuple(4 + member for member in members))
-    agreement: Any = Ranks()
-    heap = nvshmem.NvshmemHeap(agreement, 16, CPU, range(2))
-    heap.close()
-    nvshmem.finalize()
-    callers = agreement.callers(range(2))
-    assert calls.made == [
-        ("init", "overlap_train: start NVSHMEM", callers),
-        ("bytetensor", "overlap_train: allocate NVSHMEM memory", callers),
-        ("free_tensor", "overlap_train: free NVSHMEM memory", callers),
-        ("finalize", "overlap_train: end NVSHMEM", callers),
-    ]
-
-
-def test_the_rendezvous_of_torch_is_bounded(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    def rendezvous(memory: torch.Tensor, name: str) -> Any:
-        calls.note("rendezvous")
-        return SimpleNamespace(world_size=2, rank=1, get_buffer=lambda rank, shape, dtype: memory)
-
-    monkeypatch.setattr(symmetric_memory, "empty", lambda nbytes, **_: torch.empty(nbytes, dtype=torch.uint8))
-    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
-    agreement: Any = Ranks()
-    torch_symm.TorchHeap(agreement, 16, CPU)
-    assert calls.made == [("rendezvous", "overlap_train: open torch symmetric memory", agreement.callers())]
-
-
-@pytest.mark.skipif(not hasattr(dist, "ProcessGroupNCCL"), reason="torch without NCCL")
-def test_nccl_connects_and_leaves_within_bounds(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    def group(*arguments: Any) -> Any:
-        return SimpleNamespace(
-            eager_connect_single_device=lambda device: calls.note("connect"), shutdown=lambda: calls.note("shutdown")
-        )
-
-    group.Options = dist.ProcessGroupNCCL.Options  # type: ignore[attr-defined]
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", group)
-    monkeypatch.setattr(nccl, "leave_captures_alone", lambda: None)
-    agreement, failures = Ranks(), SimpleNamespace(failed=False)
-    transport = nccl.NcclTransport(agreement, Topology(2, 2, 1), CPU, 9.0, failures, 4)  # type: ignore[arg-type]
-    transport.close(orderly=True)
-    twins = Callers(5, (5, 7), 9.0)
-    assert calls.made == [
-        ("connect", "overlap_train: connect the nodes of the group", twins),
-        ("shutdown", "overlap_train: disconnect the nodes of the group", twins),
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -61,6 +62,19 @@ def test_only_rank_0_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["benhc"]) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["doctor"], ["tune"], ["bench"], ["bench", "operators"], ["bench", "plot"], ["plan"], ["launch"]]
+)
+def test_only_rank_0_prints_the_help(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with contextlib.suppress(SystemExit):
+            cli.main([*words, "--help"])
+        assert ("usage: " in capsys.readouterr().out) == (rank == "0")
 
 
 def test_a_slow_rank_0_still_says_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ came first learns it from a thread."""
 
 from __future__ import annotations
 
-import weakref
 from unittest import mock
 
 import pytest
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from overlap_train import OverlapMismatchError
 from overlap_train.group import collective_calls
-from overlap_train.group import signals as watchdog
 from overlap_train.group.collective_calls import _NOTED, NotedCalls
 from overlap_train.group.signals import FaultRecord, Tag
 from overlap_train.symmetric import host
@@ -88,21 +86,6 @@ def test_who_came_first_learns_it_once_of_the_earliest_call_that_differs() -> No
     ranks[0].look()
     with pytest.raises(OverlapMismatchError, match=r"rank 0 is in fc1/fprop.*rank 1 is in fc2/fprop"):
         faults[0].check()
-
-
-def test_the_thread_of_a_fault_record_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Looked(Exception):
-        pass
-
-    def look() -> None:
-        raise Looked
-
-    fault = FaultRecord(torch.device("cpu"), 0, timeout_s=1.0)
-    fault.looks.append(look)
-    naps = iter(range(5))
-    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: next(naps))
-    with pytest.raises(Looked):
-        watchdog._watch(weakref.ref(fault))
 
 
 def _notes(rank: int, world: int) -> tuple[str, str]:

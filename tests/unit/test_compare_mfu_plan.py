@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpt.program import RecipeError
-from mfu.names import AGAIN, baseline_of, is_graph
-from mfu.plan import WARM_UP_STEPS, Plan, read_flags, settings_for
+from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, baseline_of, is_graph, read_flags, settings_for
 
 
 def plan(line: str = "") -> Plan:
@@ -73,7 +72,8 @@ def test_what_others_are_compared_with() -> None:
 
 def test_fusion_on_both_sides_is_a_setting_of_all_variants() -> None:
     assert [
-        settings_for(plan(f"--weight-gradient-fusion {who}"), 0, 4).accumulation_fusion for who in ("ours", "both")
+        settings_for(plan(f"--weight-gradient-fusion {who}"), 0, 4).gradient_accumulation_fusion
+        for who in ("ours", "both")
     ] == [False, True]
 
 
@@ -105,6 +105,14 @@ def test_a_wrong_flag_is_refused_in_one_line(line: str, words: list[str]) -> Non
         assert word in str(refusal.value)
 
 
-def test_a_sequence_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(RecipeError, match="--seq-length 63 must be a multiple of 2"):
-        settings_for(plan("--model small --seq-length 63"), 0, 2)
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--model small --tp 2 --seq-length 63", "--seq-length 63 must be a multiple of 2"),
+        ("--tp 3", "num_query_groups=8 of --model llama3-8b must be a multiple of 3, --tp"),
+        ("--tp 4", "--tp 4, --cp 1: their product 4 does not divide the 6 ranks"),
+    ],
+)
+def test_a_rule_of_the_recipe_is_told_in_flags_of_this_program(line: str, text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        settings_for(plan(line), 0, 6)

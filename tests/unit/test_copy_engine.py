@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -94,40 +94,6 @@ def test_what_the_driver_refuses_is_not_signalled(monkeypatch: pytest.MonkeyPatc
         StreamCopyEngine(torch.device("cpu"), driver).push(torch.ones(4), [route, route])
     places = [where.args[0] for where in driver.copy.mock_calls]
     assert places == ([target.data_ptr()] if refused == "copy" else [])
-
-
-def test_a_join_does_not_wait_for_what_was_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for the event of the mark, and holds what is still to be sent; the next join waits for all."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
-    driver = Mock(current_stream=lambda: "caller", **{"new_event.side_effect": ["forked", "joined", "ended", "kept"]})
-    engine = StreamCopyEngine(torch.device("cpu"), driver)
-    for mark in (False, True):
-        if mark:
-            engine.begin_ahead()
-        engine.push(torch.ones(4), [])
-    assert driver.record_event.mock_calls[1:] == [call("joined", "copies"), call("forked", "caller")]
-    driver.reset_mock()
-    engine.join()
-    assert not driver.record_event.called and len(engine._held) == 1
-    driver.wait_event.assert_called_once_with("caller", "joined", 0)
-    engine.join()
-    driver.record_event.assert_called_once_with("joined", "copies")
-    assert driver.wait_event.call_count == 2 and not engine._held
-
-
-def test_what_is_kept_is_copied_behind_the_pushes_and_waited_for_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
-    driver = Mock(current_stream=lambda: "caller", **{"new_event.side_effect": ["forked", "joined", "ended", "kept"]})
-    driver.record_event.return_value = driver.copy.return_value = 0
-    engine, source, target = StreamCopyEngine(torch.device("cpu"), driver), torch.ones(4), torch.zeros(4)
-    engine.keep(source, target)
-    engine.wait_kept()
-    enqueued = [one for one in driver.mock_calls if one[0] in ("copy", "record_event", "wait_event")]
-    assert enqueued == [
-        call.copy(target.data_ptr(), source.data_ptr(), 16, "copies"),
-        call.record_event("kept", "copies"),
-        call.wait_event("caller", "kept", 0),
-    ]
 
 
 def test_what_is_kept_is_copied_by_the_thread_behind_the_pushes() -> None:

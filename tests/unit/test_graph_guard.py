@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
-from overlap_train.group import registry as graph
 from overlap_train.group.domain import OverlapDomain
 from overlap_train.group.memory import Request, prepare
 from overlap_train.group.signals import Tag
@@ -70,51 +66,3 @@ def test_after_shutdown_an_operator_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     domain.closed = True
     with pytest.raises(RuntimeError, match=r"fc1: the symmetric memory of its group is gone"):
         domain.check_usable(FC1, slots=1)
-
-
-@pytest.fixture
-def graphable(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A domain as far as `graphed` looks at it; `events` are its barriers."""
-    events: list[str] = []
-    domain = SimpleNamespace(
-        heap=object(), has_run=True, span=SimpleNamespace(graphs=True), graphed=False, captured=False,
-        workspace=SimpleNamespace(use=SimpleNamespace(invalidate=lambda: None)), is_capturing=lambda: True, events=events,
-    )  # fmt: skip
-    monkeypatch.setattr(graph, "made_domain", lambda group: domain)
-    monkeypatch.setattr(graph, "barrier", lambda domain, tag: events.append(tag.op))
-    return domain
-
-
-def test_a_graph_begins_and_ends_with_a_barrier(graphable: Any) -> None:
-    with graph.graphed(None):  # type: ignore[arg-type]
-        assert graphable.graphed and not graphable.captured
-        graphable.events.append("operators")
-    assert graphable.events == ["graph/begin", "operators", "graph/end"]
-    assert graphable.captured and not graphable.graphed
-
-
-def test_a_graph_across_nodes_has_no_barriers_and_holds_no_memory(graphable: Any) -> None:
-    """Only collectives are captured there."""
-    graphable.span.graphs = False
-    with graph.graphed(None):  # type: ignore[arg-type]
-        assert graphable.graphed
-    assert graphable.events == [] and not graphable.captured
-
-
-def test_a_capture_that_failed_leaves_no_graph(graphable: Any) -> None:
-    with pytest.raises(MemoryError), graph.graphed(None):  # type: ignore[arg-type]
-        raise MemoryError
-    assert not graphable.captured and not graphable.graphed
-
-
-def test_eager_runs_of_what_is_captured_later_leave_no_graph(graphable: Any) -> None:
-    graphable.is_capturing = lambda: False
-    with graph.graphed(None):  # type: ignore[arg-type]
-        pass
-    assert not graphable.captured
-
-
-def test_graphs_that_are_forgotten_hold_no_memory(graphable: Any) -> None:
-    graphable.captured = True
-    graph.forget_graphs(None)  # type: ignore[arg-type]
-    assert not graphable.captured

@@ -109,10 +109,10 @@ class Engine:
         self.enqueued.append(f"-{exchange}")
 
 
-def exchanges_of(engine: Engine, beside_wgrad: bool = False) -> ResultExchanges:
+def exchanges_of(engine: Engine) -> ResultExchanges:
     call: Any = SimpleNamespace(rank=0, chunk_of=lambda rank, chunk: torch.zeros(1))
     numbered = tuple(SimpleNamespace(number=number, for_another=False) for number in range(4))
-    plan: Any = SimpleNamespace(send_recvs=numbered, kind=SCATTER, beside_wgrad=beside_wgrad)
+    plan: Any = SimpleNamespace(send_recvs=numbered, kind=SCATTER, beside_wgrad=False)
     return ResultExchanges(engine, call, plan)  # type: ignore[arg-type]
 
 
@@ -124,13 +124,3 @@ def test_after_an_error_what_was_sent_is_let_arrive_and_nothing_else_starts() ->
         exchanges.send(torch.zeros(1))
     exchanges.finish()  # as the scope of an operator does, whatever was raised in it
     assert engine.enqueued == ["+0", "-0"]
-
-
-def test_what_waits_for_a_weight_gradient_leaves_in_the_end() -> None:
-    engine = Engine()
-    exchanges = exchanges_of(engine, beside_wgrad=True)
-    for _ in range(4):
-        exchanges.send(torch.zeros(1))
-    assert engine.enqueued == ["+0", "+1"], "half of them"
-    exchanges.finish()
-    assert engine.enqueued == ["+0", "+1", "+2", "+3", "-0", "-1", "-2", "-3"]

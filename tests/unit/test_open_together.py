@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -62,6 +63,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
         "init": None,
         "bytetensor": torch.ones(16, dtype=torch.uint8),
         "free_tensor": None,
+        "finalize": None,
     }
     for name, answer in answers.items():
         setattr(found, name, mock.Mock(return_value=answer))
@@ -74,7 +76,21 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(nvshmem, "_worlds", [])
     monkeypatch.setattr(nvshmem, "_ranks", lambda group, members: tuple(members))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found.limits = limits_of(nvshmem, monkeypatch)  # type: ignore[attr-defined]
     return found
+
+
+def limits_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Callers]]:
+    """The calls that the module makes within a time limit, and by whom."""
+    limits: list[tuple[str, Callers]] = []
+
+    @contextlib.contextmanager
+    def bounded(what: str, callers: Callers) -> Iterator[None]:
+        limits.append((what, callers))
+        yield
+
+    monkeypatch.setattr(module, "bounded", bounded)
+    return limits
 
 
 def opened(ranks: Any) -> nvshmem.NvshmemHeap:
@@ -103,10 +119,14 @@ def test_a_provider_that_cannot_serve_one_rank_is_refused_on_all() -> None:
 
 
 def test_nvshmem_starts_allocates_and_opens_by_all_ranks(core: Any) -> None:
+    """Each collective call within a time limit: nothing could interrupt it."""
     ranks = Ranks()
-    opened(ranks)
+    opened(ranks).close()
+    assert core.limits == [(what, ranks.callers()) for what in (START, ALLOCATE, "overlap_train: free NVSHMEM memory")]
     assert ranks.told == [(START, None), (START, None), (ALLOCATE, None), (OPEN, None)]
     assert core.init.call_args.kwargs["uid"] == "uid" and nvshmem._worlds == [ranks.callers()]
+    nvshmem.finalize()
+    assert core.limits[3:] == [("overlap_train: end NVSHMEM", ranks.callers())] and core.finalize.called
 
 
 def _lacks_the_package(core: Any) -> None:
@@ -198,7 +218,13 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(symmetric_memory, "rendezvous", found.rendezvous)
     monkeypatch.setattr(torch_symm, "_group_of", found.group)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    found.limits = limits_of(torch_symm, monkeypatch)
     return found
+
+
+def test_the_rendezvous_of_torch_has_a_time_limit(torchs: Any) -> None:
+    torch_symm.TorchHeap(Ranks(), 16, CPU, range(2))  # type: ignore[arg-type]
+    assert torchs.limits == [(OPEN_TORCH, Ranks().callers())]
 
 
 @pytest.mark.parametrize("step", ["group", "rendezvous"])

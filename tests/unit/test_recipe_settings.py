@@ -46,18 +46,12 @@ def test_the_defaults_are_tensor_parallel_over_all_ranks(ranks: int, on_gpu: boo
     assert resolve(defaults(on_gpu), ranks).tp == found
 
 
-@pytest.mark.parametrize(
-    ("given", "found"), [({"pp": 2}, (2, 2)), ({"pp": 4}, (1, 4)), ({"tp": 1, "pp": 2}, (1, 2)), ({"cp": 2}, (2, 1))]
-)
-def test_tp_is_all_that_the_stages_leave(given: dict[str, int], found: tuple[int, int]):
-    settings = resolve(replace(Settings(), **given), 4)
-    assert (settings.tp, settings.pp) == found
+def test_tp_is_all_that_context_parallelism_leaves():
+    assert resolve(replace(Settings(), cp=2), 4).tp == 2
 
 
 BROKEN: list[tuple[dict[str, Any], list[str]]] = [
     ({"tp": 3}, ["--tp 3", "2 ranks"]),
-    ({"pp": 3}, ["--pp 3", "2 ranks"]),
-    ({"pp": 2, "num_layers": 3}, ["--num-layers 3", "--pp", "stage"]),
     ({"cp": 2, "seq_length": 126}, ["--seq-length 126", "multiple of 4", "--cp"]),
     ({"cp": 2, "num_attention_heads": 1, "num_query_groups": 1}, ["--num-attention-heads 1", "--cp"]),
     ({"num_attention_heads": 3}, ["--hidden-size 128", "even width"]),
@@ -68,8 +62,7 @@ BROKEN: list[tuple[dict[str, Any], list[str]]] = [
     ({"global_batch_size": 12}, ["--global-batch-size 12", "--micro-batch-size", "8"]),
     ({"save_interval": 5}, ["--save-interval 5", "--save"]),
     ({"cuda_graph": 1, "recompute": "full"}, ["--recompute full", "CUDA graph", "random state"]),
-    ({"cuda_graph": 1, "pp": 2}, ["--pp 2", "CUDA graph", "synchronise"]),
-    ({"cuda_graph": 1, "experts": 8}, ["--model small", "CUDA graph", "experts"]),
+    ({"cuda_graph": 1, "num_moe_experts": 8}, ["--model small", "CUDA graph", "experts"]),
 ]
 
 

@@ -55,17 +55,6 @@ def test_nvshmem_does_not_wait_for_a_rank_that_did_not_come(monkeypatch: pytest.
     assert ended == ["other"], "domains that can be closed are"
 
 
-def test_groups_are_closed_in_one_order_whichever_was_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing is collective: ranks that used two groups in different orders would wait for each other."""
-    orders: list[list[str]] = []
-    for names in ("12", "21"):
-        closed: list[str] = []
-        monkeypatch.setattr(registry, "_domains", {name: Domain("host", name, closed) for name in names})
-        shutdown()
-        orders.append(closed)
-    assert orders[0] == orders[1]
-
-
 @pytest.mark.parametrize("where", ["in a signal handler", "in another thread"])
 def test_it_is_refused_in_the_middle_of_an_operator(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the operator goes on with would be gone: it would wait without end for a copy engine that has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -194,6 +195,15 @@ class Event:
 
 
 EVENTS: list[Event] = []  # in the order in which they were recorded
+LIMITED: list[tuple[str, Callers]] = []  # calls within a time limit
+
+
+@contextlib.contextmanager
+def bounded(what: str, callers: Callers) -> Iterator[None]:
+    LIMITED.append((what, callers))
+    yield
+
+
 Open = Callable[[float], tuple[Any, FaultRecord]]
 
 
@@ -204,7 +214,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     monkeypatch.setattr(nccl, "_LOOK_S", 0.01)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(nccl, "leave_captures_alone", lambda: None)
-    EVENTS.clear()
+    monkeypatch.setattr(nccl, "bounded", bounded)
+    EVENTS.clear(), LIMITED.clear()
     agreement, open_ones = meeting(), list[nccl.NcclTransport]()
 
     def make(timeout_s: float) -> tuple[nccl.NcclTransport, FaultRecord]:
@@ -239,6 +250,9 @@ def test_nccl_is_told_of_a_send_and_a_receive_as_one_group_each_with_its_word(op
     transport.close(orderly=True)
     transport.close(orderly=False)
     assert transport._group.told[-1] == "shutdown"
+    callers = Callers(TOPOLOGY.rank, (1, 3, 5), 60.0)
+    limited = [f"overlap_train: {step} the nodes of the group" for step in ("connect", "disconnect")]
+    assert (LIMITED[0], LIMITED[-1]) == ((limited[0], callers), (limited[1], callers))
 
 
 @needs_nccl

@@ -1,4 +1,1 @@
-"""`overlap-train bench`: our operators and whole layers against what a user could run instead.
-
-benchmarks/README.md says how a figure is measured and what each column means.
-"""
+"""`overlap-train bench`: our operators and whole layers against what a user could run instead (benchmarks/README.md)."""

@@ -1,20 +1,22 @@
-"""The operator benchmark: each pass by each method, and its baselines, in the same interleaved rounds.
+"""The cases of `bench operators`, `ulysses` and `hierarchical`: each pass by each method, with its baselines.
 
-Across nodes the products take 0.5, 1 and 2 times as long as the network, which is measured first, in the same run: with what
-crosses fixed, the other side of the weight decides the product's time.
+Across nodes the products take 0.5, 1 and 2 times as long as the network, which is measured first, in the same run: what crosses
+has a fixed number of features, and the other side of the weight decides the product's time. Each other number of SMs that NCCL
+gets has a domain of the same ranks, with a process group of its own. Beside our methods stand, by name:
 
-    ag_gemm    weight [other, kept]    x [M, kept] is gathered
-    gemm_rs    weight [kept, other]    y [M, kept] is scattered
-    gemm_a2a   weight [kept, other]    y [M, kept] is exchanged
-    a2a_gemm   weight [other, kept]    x [M, kept] is exchanged
-
-Each other number of SMs that NCCL gets has a domain of the same ranks, with a process group of its own.
+    sequence    NCCL (or gloo) and cuBLAS, one after the other; of an exchange with the copy that puts each rank's part together
+    async_tp    PyTorch's async-TP
+    three_gemms the asynchronous scheme: three GEMMs, each exchange under the GEMM of the next (of q under k's, of k under v's).
+                Gives q, k and v as three tensors, as the models do that work like this
+    by_nodes    the same as sequence with NCCL in two steps (two_steps.py)
+    gemm, comm  each half of the work alone; only timed
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,241 +25,121 @@ import torch.distributed as dist
 from ...group.domain import OverlapDomain
 from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
-from ...schedule.order import A2A_GEMM, GEMM_A2A
-from ...select.choose import Choice, choose
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...select.choose import choose
 from ...select.low_latency import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
-from ..measure.cases import EXCHANGES, OPS, Case
-from ..measure.pretended import pretends
+from ..measure.cases import OPS, WEIGHTS, Case, cases_of, weight_of
+from ..measure.models import MODELS
 from ..measure.results import Row
-from ..measure.runs import Inputs, Run, Session, overlapped, problem_of
-from ..measure.timing import Call, Timing
-from .baselines import NodeGroups, baselines_of, node_baselines
-from .output import label_of
+from ..measure.runs import Inputs, Operands, Run, Session, inputs_of, overlapped, side_by_side
+from ..measure.timing import Call
+from ..measure.world import World, pretends
+from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
+from .turns import Contest, Way, Ways, note
+from .two_steps import TwoSteps
 
-
-@dataclass(frozen=True)
-class Ours:
-    """A method of ours as one domain runs it."""
-
-    method: str
-    domain: OverlapDomain
-    choice: Choice
-
-
-@dataclass(frozen=True)
-class Domains:
-    """The domains of a benchmark.
-
-    own: the group's, in which NCCL has the SMs that the config names or the probe has found (symmetric/wire.py). others: those
-    with other numbers of SMs. groups: for NCCL in two steps; None if that would be NCCL in one.
-    """
-
-    own: OverlapDomain
-    others: tuple[OverlapDomain, ...]
-    groups: NodeGroups | None
-
-    @classmethod
-    def of(cls, session: Session, received: Sequence[int], network_sms: Sequence[int]) -> Domains:
-        """Make the domains, and print what the probe has found. Collective.
-
-        received: how many bytes a rank receives of each shape. network_sms: the numbers of SMs to measure besides the own one.
-        """
-        own = session.domain(received)
-        found = sms_of(own)
-        others = tuple(_domain(session, received, sms) for sms in network_sms if sms != found)
-        if found and own.device.type == "cuda":  # NVSHMEM takes none
-            beside = f"; measured, too: {', '.join(str(sms_of(other)) for other in others)}" if others else ""
-            session.world.say(f"NCCL has {found} SMs between nodes, by the probe{beside}")
-        return cls(own, others, NodeGroups.of(own.topology, session.world.group))
-
-    def ours(self, case: Case, session: Session) -> dict[str, Ours]:
-        """The methods that serve a case, by the names of their times. NCCL alone is the same in every domain."""
-        planned = case.planned(session.world.size, session.settings.dtype)
-        found = {}
-        for domain in (self.own, *self.others):
-            table, suffix = cache_of(domain, case.name).table, "" if domain is self.own else f", {sms_of(domain)} SMs"
-            for method in serving(session.settings.methods, planned):
-                choice = choose(method, planned, domain.device, table, domain.topology.nodes)
-                if domain is self.own or choice.method != "collective":
-                    found[method + suffix] = Ours(method, domain, choice)
-        return found
-
-    def told(self, domain: OverlapDomain) -> dict[str, Any]:
-        """What a row says about its domain. Nothing inside one node."""
-        if self.own.topology.nodes == 1:
-            return {}
-        sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
-        sms = {"network_sms": sms_of(domain), "probe_sms": sms_of(self.own), "reduce_sms": sums}
-        return sms | {"nodes": self.own.topology.nodes, "emulated": pretends()}
-
-
-def sms_of(domain: OverlapDomain) -> int:
-    """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
-    return domain.span.settled(domain.config).network_sms
-
-
-def _domain(session: Session, received: Sequence[int], sms: int) -> OverlapDomain:
-    """Another domain of the same ranks."""
-    settings = replace(session.settings, config=replace(session.settings.config, network_sms=sms))
-    world = replace(session.world, group=dist.new_group())
-    return replace(session, settings=settings, world=world).domain(received)
-
-
+Names = Sequence[str]
+TABLE_6 = "table6"
 # What is gathered: 64 MiB in bf16, of which each of two ranks sends half. What is exchanged has as many features for each node:
 # so as many bytes of each rank cross.
-ROWS, FEATURES = 8192, 4096
-RATIOS = (0.5, 1.0, 2.0)  # product over network
-_STEP = 256
-_PRODUCT = 16384  # columns of the product that is timed
-_TINY = {"rows": 16, "features": 32}
+ROWS, FEATURES, RATIOS = 8192, 4096, (0.5, 1.0, 2.0)  # ratios: product over network
+_STEP, _PRODUCT = 256, 16384  # columns of the smallest product, and of the one that is timed
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """Which cases: operators, passes, products over network, ranks of a node. tiny: to try the code on CPU processes."""
+def cases(models: Names, ops: Names, passes: Names, ms: Sequence[int], world: int) -> list[Case]:
+    """Every combination, shape by shape, largest M first: buffers are allocated once. "all" names all published weights.
 
-    ops: tuple[str, ...]
-    passes: tuple[str, ...]
-    ratios: tuple[float, ...]
-    node_ranks: int
-    tiny: bool
-
-    @property
-    def rows(self) -> int:
-        return _TINY["rows"] if self.tiny else ROWS
-
-    def kept(self, op: str, world: int) -> int:
-        """The features of what crosses the network."""
-        return (_TINY["features"] if self.tiny else FEATURES) * (world // self.node_ranks if op in EXCHANGES else 1)
-
-    def others(self, op: str, world: int, flops: float) -> list[int]:
-        """The other features of the weight, for each length of the product. flops: of one rank, as long as the network takes."""
-        if self.tiny:
-            return [32 * world, 64 * world]
-        steps = flops / (2 * self.rows * self.kept(op, world) * _STEP)
-        return [world * _STEP * max(1, round(ratio * steps)) for ratio in self.ratios]
+    Raises:
+        ValueError: a size cannot be sharded over the ranks.
+    """
+    return [
+        case
+        for m in sorted(ms, reverse=True)
+        for op in ops
+        for name in (WEIGHTS if "all" in models else models)
+        for weight in (weight_of(name) if op == "ag_gemm" else weight_of(name)[::-1],)
+        for case in cases_of(name, op, weight, m, world, name, passes, "--rows")
+    ]
 
 
-def hierarchical_cases(session: Session, shapes: Shapes) -> list[Case]:
-    """The cases of all operators, for products of several lengths against the network. Collective."""
-    world = session.world.size
-    flops = dict.fromkeys(shapes.ops, 0.0) if shapes.tiny else _flops_beside_the_network(session, shapes)
-    cases = []
-    for op in shapes.ops:
-        kept = shapes.kept(op, world)
-        for other in shapes.others(op, world, flops[op]):
+def exchange_cases(models: Names, tokens: Sequence[int], passes: Names, world: int) -> list[Case]:
+    """The projections of a Ulysses attention: of models, and of Table 6 of the Ditron paper, which has sequence lengths of
+    its own, heads of 128 features each, and one of q, k and v.
+
+    Raises:
+        ValueError: a size cannot be shared by the ranks.
+    """
+    shapes = []
+    for name in models:
+        if name == TABLE_6:
+            squares = [(m, (heads * 128, heads * 128)) for heads in (64, 32, 16) for m in (262144, 491520)]
+            shapes += [(name, m, weight, weight) for m, weight in squares]
+        else:
+            shapes += [(name, m, MODELS[name].linears["qkv"], MODELS[name].linears["proj"]) for m in tokens]
+    return [
+        case
+        for name, m, *weights in shapes
+        for op, weight in zip((GEMM_A2A, A2A_GEMM), weights, strict=True)
+        for case in cases_of(name, op, weight, m, world, name, passes)
+    ]
+
+
+def hierarchical_cases(
+    session: Session, ops: Names, passes: Names, ratios: Sequence[float], node_ranks: int, tiny: bool
+) -> list[Case]:
+    """The cases of all operators, for products of several lengths against the network. tiny: to try the code. Collective."""
+    world, found = session.world.size, []
+    rows, features, step = (16, 32, 32) if tiny else (ROWS, FEATURES, _STEP)
+    flops = {} if tiny else _flops_beside_the_network(session, ops, node_ranks)
+    for op in ops:
+        kept = features * (world // node_ranks if op in EXCHANGES else 1)
+        steps = [1, 2] if tiny else [round(ratio * flops[op] / (2 * rows * kept * step)) for ratio in ratios]
+        for other in (world * step * max(1, count) for count in steps):
             weight = (other, kept) if op in ("ag_gemm", A2A_GEMM) else (kept, other)
-            cases += [Case("", op, pass_, shapes.rows, *weight) for pass_ in shapes.passes]
-    return cases
+            found += [Case("", op, pass_, rows, *weight) for pass_ in passes]
+    return found
 
 
-def _flops_beside_the_network(session: Session, shapes: Shapes) -> dict[str, float]:
+def _flops_beside_the_network(session: Session, ops: Names, node_ranks: int) -> dict[str, float]:
     """By operator: the floating-point operations of a product of one rank that takes as long as the network. Collective."""
     world, found = session.world, dict[str, float]()
     left = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.settings.dtype)
     right, flops = left.new_empty(FEATURES, _PRODUCT).normal_(), 2.0 * ROWS * FEATURES * _PRODUCT
-    for ops, what in ((OPS, "gathered"), (EXCHANGES, "exchanged")):
-        if not set(ops) & set(shapes.ops):
-            continue
-        wire, nbytes = _wire(session, shapes, ops[0])
-        timings = session.time({"wire": wire, "gemm": lambda index: left @ right}, flops)
-        world.say(f"the network takes {timings['wire'].ms:.2f} ms for {nbytes >> 20} MiB of each rank, {what}")
-        found |= dict.fromkeys(ops, flops * timings["wire"].ms / timings["gemm"].ms)
+    whole, shard = torch.empty_like(left), torch.zeros_like(left[: ROWS // world.size])
+    blocks = left.new_zeros(ROWS, FEATURES // node_ranks)
+    wires: list[tuple[str, Names, torch.Tensor, Call]] = [
+        ("gathered", OPS, shard, lambda index: world.gather(shard, whole)),
+        ("exchanged", EXCHANGES, blocks, lambda index: world.exchange(blocks)),
+    ]
+    for what, kinds, sent, wire in wires:
+        if set(kinds) & set(ops):
+            timings = session.time({"wire": wire, "gemm": lambda index: left @ right}, flops)
+            world.say(f"the network takes {timings['wire'].ms:.2f} ms for {sent.nbytes >> 20} MiB of each rank, {what}")
+            found |= dict.fromkeys(kinds, flops * timings["wire"].ms / timings["gemm"].ms)
     return found
 
 
-def _wire(session: Session, shapes: Shapes, op: str) -> tuple[Call, int]:
-    """What NCCL does for an operator, and the bytes that each rank has for it."""
-    world, dtype, kept = session.world, session.settings.dtype, shapes.kept(op, session.world.size)
-    whole = torch.zeros(ROWS, kept // (world.size if op in EXCHANGES else 1), device=world.device, dtype=dtype)
-    if op in EXCHANGES:
-        received = torch.empty_like(whole)
-        return lambda index: dist.all_to_all_single(received, whole, group=world.group), whole.nbytes
-    shard = torch.zeros(ROWS // world.size, kept, device=world.device, dtype=dtype)
-    return lambda index: dist.all_gather_into_tensor(whole, shard, group=world.group), shard.nbytes
+def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int] = ()) -> Iterator[Contest]:
+    """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective.
 
-
-NEEDED = {"sequence", "gemm", "comm"}  # no row without them
-TIMED_ONLY = ("gemm", "comm")
-
-
-@torch.no_grad()
-def run(cases: list[Case], session: Session, network_sms: Sequence[int] = ()) -> None:
-    """Measure every case and add its rows to the session's results, which are saved after each of them. Collective.
-
-    network_sms: numbers of SMs that the network between nodes gets, besides the own one.
+    network_sms: numbers of SMs that the network between nodes gets, besides the one that the config names or the probe has found
+    (nodes/measure.py).
     """
-    domains = Domains.of(session, [_slot_bytes(case, session) for case in cases], network_sms)
-    for number, case in enumerate(cases):
-        rows = measure_case(case, domains, session)
-        session.results.add(rows)
-        session.world.say(f"[{number + 1}/{len(cases)}] {case.name}: {session.results.outcome(rows, label_of)}")
-
-
-def measure_case(case: Case, domains: Domains, session: Session) -> list[Row]:
-    """Check, then time, every method and baseline of one case; one row for each method that computes the right thing."""
-    inputs, settings, world = inputs_of(case, session), session.settings, session.world
-    if inputs is None:
-        return []
-    ours = domains.ours(case, session)
-    runs = correct_runs(case, inputs, ours, domains, session)
-    if not runs.keys() >= NEEDED:
-        return []
-    timings = session.time({name: inputs.call(run) for name, run in runs.items()}, case.flops(world.size))
-    return [
-        row(case, mine.method, timings | {mine.method: timings[name]}, world.size, settings.dtype)
-        | domains.told(mine.domain)
-        for name, mine in ours.items()
-        if name in timings
-    ]
-
-
-def inputs_of(case: Case, session: Session) -> Inputs | None:
-    """The inputs of a case and its exact result; None, with a note, where they do not fit into memory: other cases may.
-
-    They are as large on all ranks, and so memory runs out on all.
-    """
-    made: list[Inputs] = []
-    problem = session.world.attempt(lambda: made.append(Inputs(case, session)))
-    if problem is None:
-        return made[0]
-    session.results.note(f"{case.name}: inputs: {problem}", failure=True)
-    return None
-
-
-def correct_runs(
-    case: Case, inputs: Inputs, ours: Mapping[str, Ours], domains: Domains, session: Session
-) -> dict[str, Run]:
-    """Methods and baselines that gave the right result on every rank; notes about the others."""
-    runs = {name: run_of(case, mine, inputs) for name, mine in ours.items()}
-    correct = {}
-    baselines = baselines_of(case, session.world, (*inputs.sets, inputs.decoy))
-    baselines |= node_baselines(case, domains.groups, inputs.first)
-    if domains.own.topology.nodes > 1:  # PyTorch's async-TP stays in a node
-        baselines.pop("async_tp", None)
-    for name, run in (runs | baselines).items():
-        problem = problem_of(case.name, run, inputs, session.world, is_exact=name not in TIMED_ONLY)
-        if problem is None:
-            correct[name] = run
-        else:
-            session.results.note(f"{case.name}: {name}: {problem}", failure=name != "async_tp")
-    return correct
-
-
-def run_of(case: Case, mine: Ours, inputs: Inputs) -> Run:
-    """A pass by one of our methods."""
-    if case.op in EXCHANGES:
-        return exchanged(case, mine)
-    return overlapped(case, mine.domain, mine.choice, inputs.first)
-
-
-def exchanged(case: Case, mine: Ours) -> Run:
-    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
-    the other's forward pass does."""
-    config, group = replace(mine.domain.config, method=mine.method), mine.domain.group
-    operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
-    return lambda o: operator(o.left, o.right.t(), group=group, config=config, name=f"{case.op}/{case.pass_}")
+    received = [_slot_bytes(case, session) for case in cases]
+    own = session.domain(received)
+    if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
+        session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
+    others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
+    domains = [own, *(other.domain(received) for other in others)]
+    groups = TwoSteps.of(own.topology, session.world)
+    for case in cases:
+        inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
+        if inputs is None or problem is not None:
+            note(f"{case.name}: inputs: {problem}", session, failure=True)
+            continue
+        yield contest_of(case, inputs, domains, groups, session)
+        del inputs  # before the next come
 
 
 def _slot_bytes(case: Case, session: Session) -> int:
@@ -267,15 +149,123 @@ def _slot_bytes(case: Case, session: Session) -> int:
     return min(needed, most) if case.op in EXCHANGES else needed
 
 
-def row(case: Case, method: str, timings: dict[str, Timing], world: int, dtype: torch.dtype) -> Row:
-    """One line of operators.json; times in milliseconds of one run, host_us in microseconds."""
-    async_tp = timings.get("async_tp")
-    sequence, gemm = timings["sequence"].ms, timings["gemm"].ms
-    comm, three_gemms = timings["comm"].ms, timings.get("three_gemms")
-    by_nodes = {"by_nodes_ms": timings["by_nodes"].ms} if "by_nodes" in timings else {}
-    return {
-        "op": case.op, "pass": case.pass_, "world": world, "m": case.m, "n": case.n, "k": case.k,
-        "dtype": str(dtype).removeprefix("torch."), "method": method, "ms": timings[method].ms,
-        "host_us": timings[method].host_us, "sequence_ms": sequence, "async_tp_ms": async_tp and async_tp.ms,
-        "gemm_ms": gemm, "comm_ms": comm, "bound": sequence / max(gemm, comm),
-    } | by_nodes | ({"three_gemms_ms": three_gemms and three_gemms.ms} if case.op in EXCHANGES else {})  # fmt: skip
+def contest_of(
+    case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: TwoSteps | None, session: Session
+) -> Contest:
+    """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
+    world, dtype, own = session.world, str(session.settings.dtype).removeprefix("torch."), domains[0]
+    ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, own, session).items()}
+    baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), groups)
+    if own.topology.nodes > 1:  # PyTorch's async-TP stays in a node
+        baselines.pop("async_tp", None)
+    names = ["sequence", "async_tp", "gemm", "comm"]
+    names += ["three_gemms"] * (case.op in EXCHANGES) + ["by_nodes"] * bool(groups)
+
+    def row(ms: Mapping[str, float]) -> Row:
+        bound = ms["sequence"] / max(ms["gemm"], ms["comm"])
+        return {f"{name}_ms": ms.get(name) for name in names} | {"bound": bound}
+
+    head = {"op": case.op, "pass": case.pass_, "m": case.m, "n": case.n, "k": case.k, "dtype": dtype}
+    ways |= {name: Way(run) for name, run in baselines.items()}
+    return Contest(case.name, head | {"world": world.size}, case.flops(world.size), inputs, ways, row)
+
+
+def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, session: Session) -> Ways:
+    """The methods that serve a case in a domain, by the names of their times. NCCL alone is the same in every domain."""
+    planned, nodes, found = case.planned(session.world.size, session.settings.dtype), domain.topology.nodes, {}
+    suffix, told = "" if domain is own else f", {sms_of(domain)} SMs", dict[str, Any]()
+    if nodes > 1:
+        sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
+        told = {"network_sms": sms_of(domain), "probe_sms": sms_of(own), "reduce_sms": sums}
+        told |= {"nodes": nodes, "emulated": pretends()}
+    for method in serving(session.settings.methods, planned):
+        choice = choose(method, planned, domain.device, cache_of(domain, case.name).table, nodes)
+        if domain is own or choice.method != "collective":
+            run = (
+                exchanged(case, domain, method)
+                if case.op in EXCHANGES
+                else overlapped(case, domain, choice, inputs.first)
+            )
+            found[method + suffix] = Way(run, method, told)
+    return found
+
+
+def sms_of(domain: OverlapDomain) -> int:
+    """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
+    return domain.span.settled(domain.config).network_sms
+
+
+def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
+    """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
+    the other's forward pass does."""
+    operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
+    config, name = replace(domain.config, method=method), f"{case.op}/{case.pass_}"
+    return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
+
+
+def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: TwoSteps | None) -> dict[str, Run]:
+    """The baselines of a pass; `sets` are all inputs that they will get. Buffers that a framework would reuse are reused."""
+    like, kind, found = sets[0], case.kind, dict[str, Run]()
+    buffer = torch.empty_like(like.whole) if kind == GATHER else like.whole
+    if kind == GATHER:
+        found["async_tp"] = lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1]
+        found["comm"] = lambda o: world.gather(o.left, buffer)
+    elif kind == SCATTER:
+        found["async_tp"] = lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group)
+        found["comm"] = lambda o: world.scatter(o.whole)
+    elif kind == A2A_GEMM:
+        found["comm"] = lambda o: world.exchange(o.left)
+    else:
+        blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
+        found |= {"comm": lambda o: world.exchange(blocks), "three_gemms": three_gemms(case, world, sets)}
+    if groups is not None:
+        found["by_nodes"] = one_after_the_other(kind, groups, buffer)
+    gemm: Run = (lambda o: o.whole @ o.right) if kind.receives else (lambda o: o.left @ o.right)
+    return found | {"sequence": one_after_the_other(kind, world, buffer), "gemm": gemm}
+
+
+def one_after_the_other(kind: str, by: World | TwoSteps, buffer: torch.Tensor) -> Run:
+    """The communication of a pass, in one step or in two, and its GEMM. buffer: for what is gathered."""
+    runs: dict[str, Run] = {
+        GATHER: lambda o: by.gather(o.left, buffer) @ o.right,
+        SCATTER: lambda o: by.scatter(o.left @ o.right),
+        GEMM_A2A: lambda o: by.exchange(blocks_for(by.size, o.left @ o.right)),
+        A2A_GEMM: lambda o: side_by_side(by.size, by.exchange(o.left)) @ o.right,
+    }
+    return runs[kind]
+
+
+def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
+    """y [M/W, F] as W blocks of rows [M, F/W], one after the other: block d has the columns for rank d."""
+    return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
+
+
+def three_gemms(case: Case, world: World, sets: Sequence[Operands]) -> Run:
+    """y [M, F/W] = this rank's columns of what all ranks' left @ right give, as q, k and v."""
+    weights = {id(o): three_weights(case, o.right, world.size) for o in sets}  # cut before anything is timed
+
+    def run(o: Operands) -> tuple[torch.Tensor, ...]:
+        parts, works = [], []
+        for right in weights[id(o)]:
+            part = blocks_for(world.size, o.left @ right)
+            parts.append(torch.empty_like(part))
+            works.append((dist.all_to_all_single(parts[-1], part, group=world.group, async_op=True), part))
+        for work, _ in works:
+            work.wait()
+        return tuple(parts)
+
+    return run
+
+
+def three_weights(case: Case, right: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """right [K, F] as the weights of q, k and v, [K, a part of F] each, contiguous as in a model with three parameters.
+
+    Each rank's columns are cut as the model's heads are in a QKV projection, equally elsewhere: Table 6 has one of three equal
+    projections, and in an output projection's gradient nothing is q. Cuts are at whole heads of 128, where there are so many
+    columns: 683 of 4096 would leave cuBLAS only kernels without TMA, as rows would not begin at 16 bytes.
+    """
+    rows, model = right.t().unflatten(0, (ranks, -1)), MODELS.get(case.model) if case.op == GEMM_A2A else None
+    part = model.num_query_groups / (model.num_attention_heads + 2 * model.num_query_groups) if model else 1 / 3
+    head = 128 if rows.shape[1] >= 6 * 128 else 1
+    k = max(1, round(rows.shape[1] * part / head)) * head
+    return [cut.flatten(0, 1).t() for cut in rows.split((rows.shape[1] - 2 * k, k, k), dim=1)]

@@ -1,22 +1,55 @@
 """TransformerEngine as a baseline, where it is importable. What goes wrong in it is a note, and it has a time limit.
 
-Ours are measured and saved first. Then all take turns once more, with it among them (layers.py, attention.py).
+    te          of layers: its linears, NCCL, nothing overlapped; of Ulysses blocks: its attention with its own exchanges
+    te_default  userbuffers as they come: gathers by ring exchange, the forward scatter in a pipeline, the backward's in bulk
+    te_ring     userbuffers with every scatter by ring exchange, too
+    te_alone    its attention of this rank's heads and all rows, without exchanges
+
+Ours are measured and saved first. Then all take turns once more, with it among them (turns.py).
+
+A process has one set of userbuffers, of one shape [s, hidden]. The set has a communicator for each product of a transformer, by
+name, and each can be told how to work. So one set has both configurations: linears called fc1 and fc2 run by default, qkv and
+proj by ring exchange.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ...ulysses.layout import AttentionHeads
 from ..measure.runs import Session
+from ..measure.world import World
 
 LIMIT_S = 240.0  # beside what timing takes: it compiles its own code at its first call, which takes up to a minute
+Flags = dict[str, Any]
+Linear = Callable[[torch.Tensor], torch.Tensor]
+USERBUFFERS = ("te_default", "te_ring")
+NAMES = ("te", *USERBUFFERS, "te_alone")
+_ROW: Flags = {"ub_overlap_ag": True, "ub_overlap_rs": True}
+# What the column and the row linear are told
+_FLAGS: dict[str, tuple[Flags, Flags]] = {
+    "te": ({}, {}),
+    "te_default": (
+        {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True, "ub_name": "fc1"},
+        {**_ROW, "ub_name": "fc2"},
+    ),
+    "te_ring": (
+        {"ub_overlap_ag": True, "ub_overlap_rs_dgrad": True, "ub_name": "qkv"},
+        {**_ROW, "ub_name": "proj"},
+    ),
+}
 
 
 def load(session: Session) -> Any:
@@ -50,3 +83,65 @@ def limited(without_s: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def userbuffers(
+    te: Any, sequence: int, features: tuple[int, int], world: World, dtype: torch.dtype
+) -> Iterator[str | None]:
+    """Buffers for one layer, given back at the end; yields what went wrong, or None. Collective.
+
+    All GPUs must be idle before buffers go, and all ranks must have let go before others are made: peers map them.
+    """
+    problem = world.attempt(partial(_initialise, te, sequence, features, world.size, dtype))
+    yield problem
+    gc.collect()  # whoever outlives the others would close the communicator of the next layer
+    _idle(world)
+    te.destroy_ub()
+    _idle(world)
+
+
+def _initialise(te: Any, sequence: int, features: tuple[int, int], ranks: int, dtype: torch.dtype) -> None:
+    hidden, other = features
+    if hidden != other:
+        raise RuntimeError(f"userbuffers have one shape, and this layer has {hidden} and {other} features")
+    ring = {"method": "ring_exchange", "num_sm": 1, "cga_size": 1, "set_sm_margin": False, "num_splits": ranks}
+    te.initialize_ub(
+        [sequence, hidden], ranks, quantization_modes=[te.UserBufferQuantizationMode.NONE], dtype=dtype,
+        ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)}, bootstrap_backend=dist.get_backend(),
+    )  # fmt: skip
+
+
+def _idle(world: World) -> None:
+    world.synchronize()
+    dist.barrier(world.group)
+    world.synchronize()
+
+
+def linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear]:
+    """A column linear on data.w1 [N1/W, K1] and a row linear on data.w2 [N2, K2/W], with sequence parallelism and no bias."""
+    (n1, k1), (n2, k2), of_column, of_row = data.w1.shape, data.w2.shape, *_FLAGS[name]
+    common: Flags = dict(
+        bias=False, sequence_parallel=True, tp_group=world.group, tp_size=world.size, params_dtype=data.w1.dtype,
+        device=world.device,
+    )  # fmt: skip
+    column = te.Linear(k1, n1 * world.size, parallel_mode="column", **common, **of_column)
+    row = te.Linear(k2 * world.size, n2, parallel_mode="row", **common, **of_row)
+    column.weight, row.weight = data.w1, data.w2
+    return column, row
+
+
+def attention(te: Any, heads: AttentionHeads, world: World | None = None) -> Any:
+    """Causal attention of q, k, v [s, b, heads, dim]; with `world` it exchanges what each rank has of the sequence, a zigzag."""
+    made = te.DotProductAttention(
+        heads.query,
+        heads.dim,
+        num_gqa_groups=heads.kv,
+        attention_dropout=0.0,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+    )
+    if world is not None:
+        stream = torch.cuda.Stream() if world.device.type == "cuda" else None  # where it reorders what has arrived
+        made.set_context_parallel_group(world.group, dist.get_process_group_ranks(world.group), stream, "a2a")
+    return made

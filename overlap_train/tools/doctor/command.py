@@ -18,8 +18,7 @@ from ... import OverlapConfig, shutdown
 from ...flags import NETWORKS, PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int_or_0
 from ...symmetric.nvshmem import finalize
 from ..measure import world
-from ..measure.pretended import pretend_nodes
-from ..measure.world import World, first_line, join
+from ..measure.world import World, first_line, join, pretend_nodes
 from . import machine, ranks
 from .job import CALL_S, Job, Work, open_job
 from .report import FAIL, Finding, fail, ok, render, verdict, warn, write

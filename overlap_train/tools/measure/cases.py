@@ -1,4 +1,4 @@
-"""One pass of one linear, as benchmark and tuner measure it."""
+"""What is measured: one pass of one linear, and the sizes that models give to linears and layers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from dataclasses import dataclass
 import torch
 
 from ...schedule.kinds import Kind
-from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
 from ...select.passes import Pass
+from .models import MODELS, TINY
 
-OPS = ("ag_gemm", "gemm_rs")
-EXCHANGES = (GEMM_A2A, A2A_GEMM)  # Ulysses': linear_all_to_all and all_to_all_linear
-_FPROP = {"ag_gemm": GATHER, "gemm_rs": SCATTER, GEMM_A2A: GEMM_A2A, A2A_GEMM: A2A_GEMM}
-_DGRAD = {"ag_gemm": SCATTER, "gemm_rs": GATHER, GEMM_A2A: A2A_GEMM, A2A_GEMM: GEMM_A2A}
+# By the names of operators in records: what a forward pass does.
+OPERATORS = {
+    "ag_gemm": Kind.GATHER,
+    "gemm_rs": Kind.SCATTER,
+    "gemm_a2a": Kind.GEMM_A2A,
+    "a2a_gemm": Kind.A2A_GEMM,
+}
+OPS, EXCHANGES = ("ag_gemm", "gemm_rs"), ("gemm_a2a", "a2a_gemm")
 PASSES = ("fprop", "dgrad")
+PUBLISHED = tuple(name for name in MODELS if name != TINY)
+WEIGHTS = tuple(name + part for part in ("", "-qkv", "-proj") for name in PUBLISHED)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A pass of one operator: x [M, K], weight [N, K], global sizes.
+    """A pass of one operator: x [M, K], weight [N, K], global sizes, the same in every pass.
 
     op: ag_gemm is all_gather_linear, gemm_rs linear_reduce_scatter, gemm_a2a linear_all_to_all, a2a_gemm all_to_all_linear.
-    The dgrad of one runs the engine of another; N and K are those of the weight in every pass. model: what the printed tables
-    call it.
+    model: what the printed tables call it.
     """
 
     model: str
@@ -41,7 +46,8 @@ class Case:
     @property
     def kind(self) -> Kind:
         """What the pass does: gather (AG + GEMM), scatter (GEMM + RS), gemm_a2a or a2a_gemm."""
-        return (_FPROP if self.pass_ == "fprop" else _DGRAD)[self.op]
+        fprop = OPERATORS[self.op]
+        return fprop if self.pass_ == "fprop" else fprop.dgrad.engine
 
     def flops(self, world: int) -> float:
         """Floating-point operations of one rank's GEMM; the same in both passes."""
@@ -49,14 +55,14 @@ class Case:
 
     def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
         """Bytes of what one rank receives: M rows of the features that are sent, of all of them or of a rank's part."""
-        features = self.k if self.op in ("ag_gemm", A2A_GEMM) else self.n
+        features = self.k if OPERATORS[self.op].receives else self.n
         return self.m * features * dtype.itemsize // (world if self.op in EXCHANGES else 1)
 
     def planned(self, world: int, dtype: torch.dtype) -> Pass:
         """What one rank multiplies, as the choice of a method sees it."""
         n = self.n // world if self.op == "ag_gemm" else self.n
         k = self.k // world if self.op == "gemm_rs" else self.k
-        fprop = Pass(_FPROP[self.op], self.m, n, k, dtype, world)
+        fprop = Pass(OPERATORS[self.op], self.m, n, k, dtype, world)
         return fprop.dgrad if self.pass_ == "dgrad" else fprop
 
 
@@ -79,5 +85,22 @@ def cases_of(
     """
     n, k = weight
     check_divisible(rows, m, world)
-    check_divisible(f"{what}: features", n if op in ("ag_gemm", GEMM_A2A) else k, world)
+    check_divisible(f"{what}: features", n if op in ("ag_gemm", "gemm_a2a") else k, world)
     return [Case(model, op, pass_, m, n, k) for pass_ in passes]
+
+
+def weight_of(name: str) -> tuple[int, int]:
+    """(features inside, features outside) of `llama3-8b`: one product of its MLP; `-qkv`, `-proj`: its attention's linears."""
+    model = MODELS[name.removesuffix("-qkv").removesuffix("-proj")]
+    if name.endswith("-qkv"):
+        return model.linears["qkv"]
+    return model.linears["proj"][1] if name.endswith("-proj") else model.ffn_hidden_size, model.hidden_size
+
+
+# Layer by name: the weights [N, K] of a column- and of a row-parallel linear, global sizes. What a model computes between the two
+# is left out.
+LAYERS = {
+    f"{name}-{half}": (model.linears[column], model.linears[row])
+    for name, model in MODELS.items()
+    for half, column, row in (("mlp", "fc1", "fc2"), ("attn", "qkv", "proj"))
+}

@@ -6,10 +6,8 @@ Inputs are exact in their dtype. With u = eps(dtype) / 2, e = eps(fp32) and p_r 
     sum of W partials       |y - exact| <= u |exact| + W u sum_r |p_r| + 2 (K + W) e |a| |b|
 
 The second allows every partial sum to be rounded to the dtype (NCCL does). |a| |b| is bounded by the product of the
-norms of the row and the column. Both get 5 % for terms of higher order.
-
-What is in fp64 takes four times as much memory as the inputs. So products are made and compared block by block, and of a product
-over K only the exact result stays: 27 GiB in the longest case of two nodes, of the 80 GB of an H100.
+norms of the row and the column. Both get 5 % for terms of higher order. What is in fp64 takes four times as much memory as the
+inputs: products are made and compared block by block, and of a product over K only the exact result stays.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
+
+from .world import World
 
 
 class WrongResult(RuntimeError):
@@ -50,14 +49,13 @@ def product_reference(a: torch.Tensor, b: torch.Tensor) -> Reference:
     return Reference(exact, tolerance)
 
 
-def scatter_reference(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup) -> Reference:
+def scatter_reference(a: torch.Tensor, b: torch.Tensor, world: World) -> Reference:
     """This rank's rows of the sum over ranks of a [M, K/W] @ b [K/W, N]. Collective."""
-    world = dist.get_world_size(group)
     partial = _product(a, b)
-    exact, spread = _scatter(partial, group), _scatter(partial.abs(), group)
+    exact, spread = world.scatter(partial), world.scatter(partial.abs())
     unit, eps32 = torch.finfo(a.dtype).eps / 2, torch.finfo(torch.float32).eps
-    rounding = unit * exact.abs() + world * unit * spread
-    accumulation = 2 * (world * a.shape[1] + world) * eps32 * _scatter(torch.outer(*_norms(a, b)), group)
+    rounding = unit * exact.abs() + world.size * unit * spread
+    accumulation = 2 * world.size * (a.shape[1] + 1) * eps32 * world.scatter(torch.outer(*_norms(a, b)))
     tolerance = _HIGHER_ORDER * (rounding + accumulation)
     return Reference(exact, tolerance.__getitem__)
 
@@ -101,9 +99,3 @@ def _blocks(rows: int, width: int) -> Iterator[slice]:
     """Ranges of rows that are so wide, of at most _BLOCK elements each."""
     most = max(1, _BLOCK // max(1, width))
     return (slice(first, first + most) for first in range(0, rows, most))
-
-
-def _scatter(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    mine = full.new_empty(full.shape[0] // dist.get_world_size(group), full.shape[1])
-    dist.reduce_scatter_tensor(mine, full.contiguous(), group=group)
-    return mine

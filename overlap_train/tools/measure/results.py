@@ -20,11 +20,8 @@ import torch.distributed as dist
 from ...select.table import installed
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], Any]]
-Columns = Sequence[Column]
-
-
-_FAILED = "FAILED "
+Columns = Sequence[tuple[str, Callable[[Row], Any]]]  # heading, and what stands below it
+_PACKAGES = "triton megatron-core nvshmem4py-cu13 nvidia-nvshmem-cu13 transformer-engine overlap-train"
 
 
 @dataclass
@@ -36,7 +33,6 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: bool = False
-    told: int = 0  # notes that `outcome` has looked at
 
     def add(self, rows: list[Row]) -> None:
         self.rows += rows
@@ -50,15 +46,8 @@ class Results:
 
     def note(self, text: str, failure: bool) -> None:
         """Add a note. failure: one of our own methods, or what all are compared with, went wrong."""
-        self.notes.append((_FAILED if failure else "") + text)
+        self.notes.append(f"FAILED {text}" if failure else text)
         self.failed |= failure
-
-    def outcome(self, rows: list[Row], label: Callable[[Row], str] = lambda row: row["method"]) -> str:
-        """What to say about rows when they are there: their times, and what has failed since the last call. A run may be
-        stopped before its tables, which have all notes."""
-        times = ", ".join(f"{label(row)} {row['ms']:.3f} ms" for row in rows)
-        new, self.told = self.notes[self.told :], len(self.notes)
-        return "; ".join((times or "no result", *(note for note in new if note.startswith(_FAILED))))
 
     def share_notes(self, group: dist.ProcessGroup) -> None:
         """Notes of all ranks on every rank, without repeats: an error's text may be on one rank only. Collective."""
@@ -70,12 +59,8 @@ class Results:
 def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
     """Write results as JSON, atomically: an interrupted run leaves a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        "hardware": hardware,
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat("T", "seconds"),
-        "rows": rows,
-    }
+    date = datetime.now(UTC).isoformat("T", "seconds")
+    document = {"hardware": hardware, "versions": versions(), "date": date, "rows": rows}
     scratch = path.with_suffix(".json.tmp")
     scratch.write_text(json.dumps(document, indent=1) + "\n")
     scratch.replace(path)
@@ -92,11 +77,6 @@ def hardware(device: torch.device, world: int) -> dict[str, Any]:
     return found
 
 
-def ranks_of(found: Mapping[str, Any], world: int) -> str:
-    """`4 GPUs` or `2 CPU processes`, by what hardware() has found."""
-    return f"{world} {'CPU processes' if found.get('device') == 'cpu' else 'GPUs'}"
-
-
 def versions() -> dict[str, str]:
     """The versions of everything that takes part; a package that is not installed is left out."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -105,25 +85,12 @@ def versions() -> dict[str, str]:
         driver = Path("/proc/driver/nvidia/version")
         if driver.exists():
             found["driver"] = driver.read_text().splitlines()[0]
-    packages = (
-        "triton",
-        "megatron-core",
-        "nvshmem4py-cu13",
-        "nvidia-nvshmem-cu13",
-        "transformer-engine",
-        "overlap-train",
-    )
-    return found | {package: version for package in packages if (version := installed(package)) is not None}
+    return found | {name: version for name in _PACKAGES.split() if (version := installed(name)) is not None}
 
 
 def plain(keys: Mapping[str, str]) -> Columns:
     """Columns that show a row's values as they are: key by heading. A key that a row lacks is None."""
     return tuple((heading, lambda row, key=key: row.get(key)) for heading, key in keys.items())
-
-
-def cells(rows: list[Row], columns: Columns) -> list[list[str]]:
-    """The table as text, headings first."""
-    return [[heading for heading, _ in columns], *([cell(value(row)) for _, value in columns] for row in rows)]
 
 
 def cell(value: Any) -> str:
@@ -135,15 +102,19 @@ def cell(value: Any) -> str:
 
 def markdown(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
     """The table, the lines of the summary, then the notes as a list."""
-    heading, *body = cells(rows, columns)
-    lines = [heading, ["---"] * len(heading), *body]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    heading, *body = _cells(rows, columns)
+    text = "\n".join("| " + " | ".join(line) + " |" for line in (heading, ["---"] * len(heading), *body))
     return "\n\n".join([text, *summary, *(f"- {note}" for note in notes)]) + "\n"
 
 
 def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
     """Aligned columns, the summary, then the notes."""
-    return "\n".join([*aligned(cells(rows, columns)), *summary, *notes])
+    return "\n".join([*aligned(_cells(rows, columns)), *summary, *notes])
+
+
+def _cells(rows: list[Row], columns: Columns) -> list[list[str]]:
+    """The table as text, headings first."""
+    return [[heading for heading, _ in columns], *([cell(value(row)) for _, value in columns] for row in rows)]
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

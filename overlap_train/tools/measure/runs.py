@@ -1,10 +1,23 @@
-"""Our passes as calls that can be timed: checked first, then run on rotating inputs. Benchmark and tuner measure by these."""
+"""What is measured as calls: checked first, then run on rotating inputs, in turns. Benchmark and tuner measure by these.
+
+W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has its matrices in the layout of training:
+
+    gather   left [M/W, C]  right [C, F] view   whole [M, C], left of all ranks
+             y [M, F] = whole @ right
+    scatter  left [M, C]    right [C, F] view   whole [M, F], which a reduce-scatter is timed on
+             y [M/W, F] = this rank's rows of the sum over ranks of left @ right
+    gemm_a2a left [M/W, C]  right [C, F] view, the same on every rank   whole [M, C], left of all ranks
+             y [M, F/W] = this rank's columns of whole @ right
+    a2a_gemm left [M, C/W]  right [C, F] view, the same on every rank   whole [M/W, C], this rank's rows of all columns
+             y [M/W, F] = whole @ right
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,18 +30,18 @@ from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
-from ...schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER
+from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
 from ...select.method import NAMES, Method
 from .cases import Case
-from .check import Reference, check, product_reference, scatter_reference
-from .operands import Operands, make_operands
+from .check import check, product_reference, scatter_reference
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
 
-Run = Callable[[Operands], torch.Tensor | tuple[torch.Tensor, ...]]  # a tuple: columns of the result, side by side
+Run = Callable[[Any], Any]  # from one of the input sets to what it computes
+Check = Callable[[str, Any], None]  # of what one of them computed, by name; raises
 
 
 @dataclass(frozen=True)
@@ -57,14 +70,15 @@ class Session:
         once. Collective."""
         domain = domain_of(self.world.group, self.settings.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
-        request = Request(
-            "a measurement",
-            f"the largest shape, {max(received)} bytes",
-            slot_bytes=max(received),
-            flagged_bytes=max(words, default=0),
-        )
+        largest, flagged = max(received), max(words, default=0)
+        request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
         prepare(domain, request, None, "overlap_train.tools")
         return domain
+
+    def beside(self, group: Any, **changed: Any) -> Session:
+        """The same in another process group of the same ranks, with other settings of OverlapConfig."""
+        settings = replace(self.settings, config=replace(self.settings.config, **changed))
+        return replace(self, settings=settings, world=replace(self.world, group=group))
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
@@ -72,33 +86,92 @@ class Session:
         return measure(calls, turns, self.world.group, self.world.device)
 
 
-class Inputs:
-    """The operands of one case: a set to check with, one with other numbers, and as many as the L2 cache cannot hold."""
+@dataclass(frozen=True)
+class Operands:
+    """One input set."""
 
-    def __init__(self, case: Case, session: Session) -> None:
-        make = partial(make_operands, case, session.world, session.settings.dtype)
-        self.first, self.decoy = make(0), make(99)
-        self.sets = [self.first, *(make(seed) for seed in range(1, input_sets(self.first.nbytes)))]
-        self.reference = reference_of(case, self.first, session.world)
+    left: torch.Tensor
+    right: torch.Tensor
+    whole: torch.Tensor
+
+
+def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
+    """Normal random numbers, different for every seed and on every rank but for what ranks share. Collective."""
+    own = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
+    shared = torch.Generator(world.device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, generator: torch.Generator = own) -> torch.Tensor:
+        return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
+
+    m, n, k, ranks = case.m, case.n, case.k, world.size
+    if case.op in EXCHANGES:
+        weight = normal(n, k, shared)
+    else:
+        weight = normal(n // ranks, k) if case.op == "ag_gemm" else normal(n, k // ranks)
+    right = weight.t() if case.pass_ == "fprop" else weight
+    if case.kind == SCATTER:
+        return Operands(normal(m, len(right)), right, normal(m, right.shape[1]))
+    if case.kind == A2A_GEMM:
+        left = normal(m, len(right) // ranks)
+        return Operands(left, right, side_by_side(ranks, world.exchange(left)))
+    left = normal(m // ranks, len(right))
+    return Operands(left, right, world.gather(left))
+
+
+def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
+    """W blocks of rows [M, C/W], one after the other, side by side: [M/W, C]."""
+    return blocks.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """sets: the first is checked with; calls rotate among all. decoy: one with other numbers. check: of the first's result."""
+
+    sets: Sequence[Any]
+    decoy: Any
+    check: Check
+
+    @property
+    def first(self) -> Any:
+        return self.sets[0]
 
     def call(self, run: Run) -> Call:
         """The run on one set after the other."""
         return lambda index: run(self.sets[index % len(self.sets)])
 
 
-def problem_of(name: str, run: Run, inputs: Inputs, world: World, is_exact: bool = True) -> str | None:
-    """What is wrong with a run on any rank: it raises, or its result (is_exact) is not the unsharded product. Collective."""
-    return world.attempt(partial(_try, name, run, inputs, inputs.reference if is_exact else None))
+def inputs_of(case: Case, session: Session) -> Inputs:
+    """The operands of one case, in as many sets as the L2 cache cannot hold. Collective."""
+    make = partial(make_operands, case, session.world, session.settings.dtype)
+    first, decoy = make(0), make(99)
+    sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
+    if case.kind == SCATTER:
+        reference = scatter_reference(first.left, first.right, session.world)
+    else:  # the unsharded product, or this rank's columns of it
+        ranks, rank = (session.world.size, session.world.rank) if case.kind == GEMM_A2A else (1, 0)
+        reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
+
+    def check_columns(name: str, found: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        check(name, found if isinstance(found, torch.Tensor) else torch.cat(found, dim=1), reference)
+
+    return Inputs(sets, decoy, check_columns)
 
 
-def _try(name: str, run: Run, inputs: Inputs, reference: Reference | None) -> None:
-    """Run twice on other inputs, so that whatever is left in slots and freed memory is wrong, then check."""
-    for _ in range(2):
-        run(inputs.decoy)
-    result = run(inputs.first)
-    check_timeouts()
-    if reference is not None:
-        check(name, result if isinstance(result, torch.Tensor) else torch.cat(result, dim=1), reference)
+def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None) -> str | None:
+    """What is wrong with a run on any rank: it raises, or its result is not what `check` allows. Collective.
+
+    It runs twice on other inputs first, so that whatever is left in slots and freed memory is wrong.
+    """
+
+    def work() -> None:
+        for _ in range(2):
+            run(inputs.decoy)
+        result = run(inputs.first)
+        check_timeouts()
+        if check is not None:
+            check(name, result)
+
+    return world.attempt(work)
 
 
 def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:
@@ -117,54 +190,30 @@ def tag_of(case: Case, choice: Choice) -> Tag:
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
     """Our pass, as autograd runs it (linear.py), with nothing after it."""
     by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
-    plan, tag, engine = plan_of(case, domain, by, like), tag_of(case, by), _ENGINES[case.kind]
+    plan, tag, kind, ranks = plan_of(case, domain, by, like), tag_of(case, by), case.kind, domain.world_size
 
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
-            return engine(domain, plan, tag, o)
+            if kind == GATHER:
+                return start_gather(domain, plan, tag, o.left).matmul(o.right)
+            if kind == SCATTER:
+                return start_scatter(domain, plan, tag, o.left, o.right).finish()
+            if kind == GEMM_A2A:
+                y = o.left.new_empty(ranks, len(o.left), o.right.shape[1] // ranks)
+                return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
+            y = o.left.new_empty(len(o.left) // ranks, o.right.shape[1])
+            return start_all_to_all_gemm(domain, plan, tag, o.left.unflatten(0, (ranks, -1))).matmul(o.right, y)
 
     return run
 
 
-def _gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    return start_gather(domain, plan, tag, o.left).matmul(o.right)
-
-
-def _scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    return start_scatter(domain, plan, tag, o.left, o.right).finish()
-
-
-def _gemm_a2a(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    y = o.left.new_empty(domain.world_size, len(o.left), o.right.shape[1] // domain.world_size)
-    return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
-
-
-def _a2a_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, o: Operands) -> torch.Tensor:
-    y = o.left.new_empty(len(o.left) // domain.world_size, o.right.shape[1])
-    blocks = o.left.unflatten(0, (domain.world_size, -1))
-    return start_all_to_all_gemm(domain, plan, tag, blocks).matmul(o.right, y)
-
-
-_ENGINES = {GATHER: _gather, SCATTER: _scatter, GEMM_A2A: _gemm_a2a, A2A_GEMM: _a2a_gemm}
-
-
-def reference_of(case: Case, o: Operands, world: World) -> Reference:
-    """The unsharded product that the pass must give on this rank."""
-    if case.kind == SCATTER:
-        return scatter_reference(o.left, o.right, world.group)
-    if case.kind == GEMM_A2A:
-        return product_reference(o.whole, o.right.chunk(world.size, dim=1)[world.rank])
-    return product_reference(o.whole, o.right)
-
-
 def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
     """Raise ValueError if a method that was asked for cannot run on the device."""
-    if device.type == "cuda" or is_interpreted():
-        return
+    possible = [name for name in NAMES if not Method(name).kernels]
     for method in asked:
-        if _has_kernels(method):
-            possible = ", ".join(name for name in NAMES if not _has_kernels(name))
-            raise ValueError(f"--methods: {method!r} is not one of {possible}, which run on CPU tensors; leave it out")
+        if method in NAMES and method not in possible and device.type != "cuda" and not is_interpreted():
+            names = ", ".join(possible)
+            raise ValueError(f"--methods: {method!r} is not one of {names}, which run on CPU tensors; leave it out")
 
 
 def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
@@ -180,8 +229,3 @@ def nodes_of(session: Session) -> int:
     if found.problem is not None:
         raise ValueError(found.problem)
     return found.topology.nodes
-
-
-def _has_kernels(method: str) -> bool:
-    """Whether a method runs kernels of ours. auto takes what can run."""
-    return method in NAMES and Method(method).kernels

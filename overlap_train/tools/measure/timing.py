@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,7 @@ def pace(flops: float, quick: bool = False, rounds: int | None = None, burst_ms:
     """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer.
 
     We suppose that a GPU at its power limit changes its clock more slowly than such bursts take turns. Then all calls share one
-    clock, and one that takes more power than others does not look slower. In training of 70B on 4 x H200, where a turn takes
-    600 ms, `chunked` was 1 % ahead of `fused`; in bursts of its MLP it was 0.7 % behind.
+    clock, and one that takes more power than others does not look slower (benchmarks/notes.md).
 
     rounds: how many; by default 5, with `quick` 3. burst_ms: how long a burst is, with as many runs as it takes.
     """
@@ -58,51 +57,35 @@ def input_sets(nbytes: int) -> int:
 
 
 def measure(calls: Mapping[str, Call], pace: Pace, group: dist.ProcessGroup, device: torch.device) -> dict[str, Timing]:
-    """Time every call. Collective: all ranks pass the same calls in the same order."""
+    """Time every call. Collective: all ranks pass the same calls in the same order.
+
+    Rounds have random orders, the same on all ranks: at M = 128 `auto`, always after a baseline, took 6 % longer than the same
+    method by its name, always after `auto`.
+    """
     samples: dict[str, list[Timing]] = {name: [] for name in calls}
-    names, burst = list(calls), _device_burst if device.type == "cuda" else _host_burst
     for turn in range(pace.rounds):
         dist.barrier(group)
-        for name in order_of(names, turn):
-            samples[name].append(burst(calls[name], pace.burst))
-    return worst_over_ranks({name: median(timings) for name, timings in samples.items()}, group, device)
+        for name in random.Random(turn).sample(list(calls), len(calls)):
+            samples[name].append(_burst(calls[name], pace.burst, device.type == "cuda"))
+    medians = [
+        [statistics.median(times) for times in zip(*map(astuple, some), strict=True)] for some in samples.values()
+    ]
+    table = torch.tensor(medians, dtype=torch.float64, device=device)
+    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)  # the slowest rank's
+    return {name: Timing(ms, host_us) for name, (ms, host_us) in zip(calls, table.tolist(), strict=True)}
 
 
-def order_of(names: Sequence[str], turn: int) -> list[str]:
-    """The order of one round, the same on all ranks. Nobody always follows the same neighbour: at M = 128 `auto`, after a
-    baseline, took 6 % longer than the same method by its name, after `auto`."""
-    return random.Random(turn).sample(names, len(names))
-
-
-def median(timings: list[Timing]) -> Timing:
-    """The median Timing, of each figure on its own."""
-    return Timing(statistics.median(t.ms for t in timings), statistics.median(t.host_us for t in timings))
-
-
-def worst_over_ranks(timings: dict[str, Timing], group: dist.ProcessGroup, device: torch.device) -> dict[str, Timing]:
-    """The slowest rank's figures, on every rank."""
-    table = torch.tensor([[t.ms, t.host_us] for t in timings.values()], dtype=torch.float64, device=device)
-    dist.all_reduce(table, dist.ReduceOp.MAX, group=group)
-    return {name: Timing(ms, host_us) for name, (ms, host_us) in zip(timings, table.tolist(), strict=True)}
-
-
-def _device_burst(call: Call, count: int) -> Timing:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _burst(call: Call, count: int, on_gpu: bool) -> Timing:
+    start, end = (torch.cuda.Event(enable_timing=True) if on_gpu else None for _ in range(2))
     call(count)
-    start.record()
+    if start:
+        start.record()
     before = time.perf_counter()
     for index in range(count):
         call(index)
     host = time.perf_counter() - before
+    if not (start and end):
+        return Timing(host / count * 1e3, host / count * 1e6)
     end.record()
     torch.cuda.synchronize()  # the queue is empty before the next burst: its host time holds no waiting for room
     return Timing(start.elapsed_time(end) / count, host / count * 1e6)
-
-
-def _host_burst(call: Call, count: int) -> Timing:
-    call(count)
-    before = time.perf_counter()
-    for index in range(count):
-        call(index)
-    host = time.perf_counter() - before
-    return Timing(host / count * 1e3, host / count * 1e6)

@@ -1,4 +1,7 @@
-"""This process among the ranks of the job: who it is, its device and group, and one verdict for all ranks."""
+"""This process among the ranks of the job: its device and group, one verdict for all ranks, collectives, and the clocks' warm-up.
+
+Ranks of one machine can play several nodes (pretend_nodes): NCCL takes them for different hosts, and goes over sockets.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+Result = TypeVar("Result")
 START = "torchrun --standalone --nproc-per-node 4 -m overlap_train"
 
 
@@ -49,19 +54,38 @@ class World:
         return bool(found.item())
 
     def attempt(self, work: Callable[[], object]) -> str | None:
-        """Run `work` on all ranks. None if it succeeded on all of them; else what went wrong here, or "failed on another rank".
+        """Run `work` on all ranks. None if it succeeded on all; else what went wrong here, or "failed on another rank". Any error
+        counts: a library that lacks an operation or a wrong result must not end a run of minutes."""
+        return self.result_of(work)[1]
 
-        Any error counts: a library that lacks an operation, a kernel that does not compile or a wrong result must not
-        end a run of minutes.
-        """
-        problem = None
+    def result_of(self, work: Callable[[], Result]) -> tuple[Result | None, str | None]:
+        """What `work` returns, and what `attempt` says."""
+        result, problem = None, None
         try:
-            work()
+            result = work()
             self.synchronize()
         except Exception as error:
             problem = first_line(error)
         failed = self.any(problem is not None)
-        return "failed on another rank" if failed and problem is None else problem
+        return result, "failed on another rank" if failed and problem is None else problem
+
+    def gather(self, shard: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Tensor:
+        """[M/W, C] of every rank -> [M, C], in `whole` where it is given."""
+        whole = shard.new_empty(shard.shape[0] * self.size, shard.shape[1]) if whole is None else whole
+        dist.all_gather_into_tensor(whole, shard, group=self.group)
+        return whole
+
+    def scatter(self, partial: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        """[M, C] -> the rows [M/W, C] of this rank of the sum over ranks, in `y` where it is given."""
+        y = partial.new_empty(partial.shape[0] // self.size, partial.shape[1]) if y is None else y
+        dist.reduce_scatter_tensor(y, partial, group=self.group)
+        return y
+
+    def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
+        """W blocks, one after the other -> the same of all ranks' blocks for this one."""
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=self.group)
+        return received
 
     def node(self, hosts: tuple[str, ...]) -> World:
         """The ranks of this rank's host, as a world of their own. Collective over the job. hosts: of each rank of the job."""
@@ -111,6 +135,24 @@ def _own_gpu() -> int:
     if local >= count:
         raise ValueError(f"rank {local} of this node has no GPU: there are {count}; start fewer")
     return local
+
+
+# Sockets over loopback carried 2.0 GB/s each way as they come, and 5.3 so (2 x H200).
+_SOCKETS = dict(NCCL_SOCKET_NTHREADS="8", NCCL_NSOCKS_PERTHREAD="4", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+_HOST = "NCCL_HOSTID"
+
+
+def pretend_nodes(node_ranks: int) -> None:
+    """Let NCCL take the ranks of this machine for several hosts, where torchrun has started more than a node has. Before NCCL."""
+    here, count = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if count > node_ranks:
+        for name, value in (_SOCKETS | {_HOST: f"node{here // node_ranks}"}).items():
+            os.environ.setdefault(name, value)
+
+
+def pretends() -> bool:
+    """Whether NCCL takes ranks of this machine for several hosts."""
+    return _HOST in os.environ
 
 
 def heat(device: torch.device) -> None:

@@ -1,4 +1,1 @@
-"""The two kinds of picture: bars of a ratio (bars.py), and a time axis of GPU work (lanes.py), in one look (style.py).
-
-Benchmark and recipes draw with it.
-"""
+"""The two kinds of picture, of benchmark and recipes: bars of a ratio, and a time axis of GPU work, in one look (style.py)."""

@@ -39,43 +39,27 @@ class Scale:
 
 def bars(panels: Mapping[str, Sequence[Bar]], header: tuple[str, ...], scale: Scale, path: Path) -> Path:
     """Panels of bars that lie, each with its number. A bar beyond the limit is broken: it ends there with a mark."""
-    most, columns = max(len(some) for some in panels.values()), _columns(panels)
-    titles = max(title.count("\n") for title in panels)
-    explained = (scale.line,) if has_bound(panels) else ()
-    figure, grid = canvas(len(panels), columns, BAR * most + 0.7 + LINE * titles, header, explained, sharex=True)
-    ends = [min(bar.value, scale.limit) for some in panels.values() for bar in some]
-    bounds = [bar.bound for some in panels.values() for bar in some if bar.bound is not None]
+    most, everything = max(len(some) for some in panels.values()), [bar for some in panels.values() for bar in some]
+    named_alike = len({tuple(bar.label for bar in some) for some in panels.values()}) == 1
+    longest = max(len(line) for title in panels for line in title.splitlines())
+    # side by side: three, or two where each has names of its own, or a long title
+    columns = min(len(panels), 3 if named_alike and longest <= LONGEST_OF_THREE and len(panels) > 2 else 2)
+    bounds = [bar.bound for bar in everything if bar.bound is not None]
+    height = BAR * most + 0.7 + LINE * max(title.count("\n") for title in panels)
+    figure, grid = canvas(len(panels), columns, height, header, (scale.line,) if bounds else (), sharex=True)
+    ends = [min(bar.value, scale.limit) for bar in everything]
     length, farthest = max(ends) - scale.start, max(bounds, default=scale.start) - scale.start
     grid[0][0].set_xlim(min(scale.start, *ends) - 0.01 * length, scale.start + max(1.3 * length, 1.15 * farthest))
-    alike = _named_alike(panels)
     for number, (axes, (title, some)) in enumerate(zip(grid.flat, panels.items(), strict=False)):
         for place, bar in enumerate(some):
             _draw_bar(axes, place, bar, scale)
-        names = [bar.label for bar in some]
-        is_told = number % columns > 0 and alike  # by the panel on the left
+        is_told = named_alike and number % columns > 0  # by the panel on the left
         axes.set(title=title, ylim=(most - 0.4, -0.6))
-        axes.set_yticks(range(len(some)), [""] * len(some) if is_told else names)
+        axes.set_yticks(range(len(some)), ["" if is_told else bar.label for bar in some])
         axes.tick_params(left=False, labelbottom=True)
     for axes in grid[-1]:
         axes.set_xlabel(scale.unit)
     return save(figure, path)
-
-
-def _columns(panels: Mapping[str, Sequence[Bar]]) -> int:
-    """How many panels stand side by side: three, or two where each has names of its own, or a long title."""
-    fits = (
-        _named_alike(panels) and max(len(line) for title in panels for line in title.splitlines()) <= LONGEST_OF_THREE
-    )
-    return min(len(panels), 3 if fits and len(panels) > 2 else 2)
-
-
-def _named_alike(panels: Mapping[str, Sequence[Bar]]) -> bool:
-    return len({tuple(bar.label for bar in some) for some in panels.values()}) == 1
-
-
-def has_bound(panels: Mapping[str, Sequence[Bar]]) -> bool:
-    """Whether it is known of any bar where its bound is."""
-    return any(bar.bound is not None for some in panels.values() for bar in some)
 
 
 def _draw_bar(axes: Any, place: int, bar: Bar, scale: Scale) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 WIDTH = 9.0  # inches
 TITLE, TEXT, SMALL = 12.5, 10, 9  # points; nothing is smaller
-HEADER_LINE = 0.24  # inches
+HEADER_LINE, LEGEND_COLUMNS = 0.24, 3  # inches
 LEGEND: Any = {
     "loc": "upper left", "frameon": False, "fontsize": TEXT, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.5,
-    "handletextpad": 0.5, "columnspacing": 1.5,
+    "handletextpad": 0.5, "columnspacing": 1.5, "ncols": LEGEND_COLUMNS,
 }  # fmt: skip
 SETTINGS: Any = {
     "figure.dpi": 150, "font.size": SMALL, "axes.titlesize": TEXT, "axes.titlelocation": "left", "axes.spines.top": False,
@@ -113,17 +112,10 @@ def canvas(
     names: tuple[str, ...] = (),
     **subplots: Any,
 ) -> tuple[Any, Any]:
-    """A figure and its grid of `count` panels, under a title, lines that say what is better, and a legend.
-
-    Args:
-        row_height: of a row of panels, in inches.
-        header: the title, then one line each.
-        names: what the legend explains, as look_of knows it.
-        subplots: passed on to matplotlib's function of this name.
-    """
-    pyplot = load()
-    rows, legend_columns = -(-count // columns), _columns(names)
-    above = (len(header) + -(-len(names) // legend_columns)) * HEADER_LINE + 0.2
+    """A figure and its grid of `count` panels, `row_height` inches high, under the header, a title and lines that say what is
+    better, and a legend that explains `names`. subplots: passed on to matplotlib's function of this name."""
+    pyplot, rows = load(), -(-count // columns)
+    above = (len(header) + -(-len(names) // LEGEND_COLUMNS)) * HEADER_LINE + 0.2
     height = above + rows * row_height
     figure, grid = pyplot.subplots(
         rows, columns, figsize=(WIDTH, height), squeeze=False, layout="constrained", **subplots
@@ -136,20 +128,8 @@ def canvas(
         figure.text(0.01, 1 - (0.08 + number * HEADER_LINE) / height, words, va="top", **style)
     if names:
         place = (0.01, 1 - (0.1 + len(header) * HEADER_LINE) / height)
-        handles = [_handle(name) for name in names]
-        figure.legend(handles=handles, bbox_to_anchor=place, ncols=legend_columns, **LEGEND)
+        figure.legend(handles=[_handle(name) for name in names], bbox_to_anchor=place, **LEGEND)
     return figure, grid
-
-
-def _columns(names: tuple[str, ...]) -> int:
-    """The number of columns of a legend: as many as fit. matplotlib fills column by column, and the first ones take what is left
-    over."""
-    for columns in range(len(names), 1, -1):
-        rest = iter(0.55 + 0.078 * len(look_of(name).label) for name in names)
-        sizes = [len(names) // columns + (number < len(names) % columns) for number in range(columns)]
-        if sum(max(islice(rest, size)) for size in sizes) < WIDTH:
-            return columns
-    return 1
 
 
 def _handle(name: str) -> Any:
@@ -158,9 +138,8 @@ def _handle(name: str) -> Any:
 
     look = look_of(name)
     if name in BOUNDS:
-        return Line2D(
-            [], [], linestyle="", marker="|", color=look.colour, label=look.label, markersize=13, markeredgewidth=2.5
-        )
+        line: Any = {"linestyle": "", "marker": "|", "markersize": 13, "markeredgewidth": 2.5}
+        return Line2D([], [], color=look.colour, label=look.label, **line)
     return Patch(label=look.label, **(outline() if name == "inside" else {"color": look.colour}))
 
 

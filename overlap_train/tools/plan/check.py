@@ -18,8 +18,7 @@ from ...select.passes import Pass
 from ...select.reach import reach_of
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
-from ..measure.cases import PASSES, Case
-from ..measure.shapes import LAYERS
+from ..measure.cases import LAYERS, PASSES, Case
 from .prediction import COLLECTIVE, run_us
 
 Row = dict[str, Any]
@@ -123,8 +122,8 @@ def _layers(rows: list[Row], system: System) -> list[Compared]:
 
 def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
     """Microseconds of a layer's forward and backward. is_graph: the host takes no part."""
-    layer, parts = LAYERS[row["layer"]], []
-    for op, n, k in (("ag_gemm", layer.column_n, layer.column_k), ("gemm_rs", layer.row_n, layer.row_k)):
+    (column, scattered), parts = LAYERS[row["layer"]], []
+    for op, (n, k) in (("ag_gemm", column), ("gemm_rs", scattered)):
         for pass_ in PASSES:
             p = Case("", op, pass_, row["seq"], n, k).planned(row["world"], torch.bfloat16)
             how = choose(method, p, system, UNTUNED).how

@@ -32,8 +32,7 @@ from ...select.tiling import equal_chunks
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPS, Case, cases_of, check_divisible
 from ..measure.models import MODELS
-from ..measure.operands import Operands
-from ..measure.runs import Inputs, Run, Session, overlapped, plan_of, problem_of, tag_of
+from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of, tag_of
 from ..measure.timing import Call
 
 COLUMN, ROW = OPS
@@ -146,13 +145,13 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
 
 def _working(case: Case, names: Sequence[str], domain: OverlapDomain, session: Session) -> dict[Method, Call]:
     """The methods that give the right result on every rank, with their options, ready to be timed."""
-    inputs, calls = Inputs(case, session), {}
+    inputs, calls = inputs_of(case, session), {}
     planned, nodes = case.planned(domain.world_size, session.settings.dtype), domain.topology.nodes
     domain.span.settled(domain.config)  # the network is measured
     run_of = _backward if planned.kind == SCATTER_AND_WGRAD else overlapped
     for how in [way for name in names for way in ways_of(planned, name, domain.device, nodes, domain.span.network_gbs)]:
         run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
-        problem = problem_of(case.name, run, inputs, session.world)
+        problem = problem_of(case.name, run, inputs, session.world, inputs.check)
         if problem is None:
             calls[how] = inputs.call(run)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INSIDE = "repository"  # where files from outside docs/ are in the site
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 

@@ -23,7 +23,10 @@ MOST_FORMS = 16  # of one message, where its parts have several texts
 
 @dataclass(frozen=True)
 class Message:
-    where: str
+    """kind: the exception, "warning", or "" for a rule or a reason, which a caller raises, prints or puts into a table."""
+
+    where: str  # file:line
+    kind: str
     pieces: Pieces
 
     @property
@@ -39,18 +42,18 @@ def messages_of(source: str, where: str = "source") -> list[Message]:
     found: dict[str, Message] = {}
     for function in (tree, *functions):
         assignments = _assignments(function)
-        for node in _texts_in(function):
+        for kind, node in _texts_in(function):
             for pieces in _Reader(assignments, helpers, line=node.lineno).read(node) or ():
-                message = Message(f"{where}:{node.lineno}", pieces)
+                message = Message(f"{where}:{node.lineno}", kind, pieces)
                 if any(piece.strip(" .,:;()={}") for piece in pieces):
                     found.setdefault(message.text, message)
     return list(found.values())
 
 
-def messages_under(*folders: Path) -> list[Message]:
-    """Those of all Python files in some folders."""
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    return [m for file in files for m in messages_of(file.read_text(), f"{file.parent.name}/{file.name}")]
+def messages_under(root: Path, *folders: str) -> list[Message]:
+    """Those of all Python files in some folders of a checkout."""
+    files = [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
+    return [m for file in files for m in messages_of(file.read_text(), file.relative_to(root).as_posix())]
 
 
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
@@ -61,26 +64,30 @@ def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
             yield from _own_nodes(child)
 
 
-def _texts_in(function: ast.AST) -> Iterator[ast.expr]:
+def _texts_in(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Each text with its kind."""
     returns = ast.unparse(function.returns) if isinstance(function, ast.FunctionDef) and function.returns else ""
     says_what_is_wrong = returns == "str | None" and getattr(function, "name", "") not in NOT_MESSAGES
     for node in _own_nodes(function):
         match node:
-            case ast.Call(func=func, args=[text, *_]) if _is_exception(func):
-                yield text
+            case ast.Call(func=func, args=[text, *_]) if kind := _kind_of(func):
+                yield kind, text
             case ast.Call(func=ast.Name(id="SettingRule" | "_whole"), args=[text, *_]):  # of OverlapConfig
-                yield text
+                yield "", text
             case ast.Return(value=ast.expr() as text) if says_what_is_wrong:
-                yield text
+                yield "", text
             case ast.Yield(value=ast.expr() as text) if returns == "Iterator[str]":
-                yield text
+                yield "", text
             case ast.Assign(targets=[ast.Name(id="error" | "problem")], value=text):
-                yield text
+                yield "", text
 
 
-def _is_exception(called: ast.expr) -> bool:
+def _kind_of(called: ast.expr) -> str:
+    """Of a call that raises or warns; "" for any other."""
     name = ast.unparse(called)
-    return name in ("WrongResult", "warnings.warn", "warn_user") or (name.endswith("Error") and name not in SILENT)
+    if name in ("warnings.warn", "warn_user"):
+        return "warning"
+    return name if name == "WrongResult" or (name.endswith("Error") and name not in SILENT) else ""
 
 
 def _assignments(function: ast.AST) -> list[ast.Assign]:

@@ -1,0 +1,183 @@
+"""The one loop of all benchmarks: whatever does a case's work is checked on every rank, then all take turns, and each method of
+ours has a row."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...group.registry import forget_graphs, graphed
+from ..measure.results import Results, Row, markdown, plain, screen
+from ..measure.runs import Check, Inputs, Run, Session, problem_of
+from ..measure.timing import Call
+from ..measure.world import World
+from . import transformer_engine
+
+AUTO, GRAPH = "auto", "auto_graph"
+TIMED_ONLY = ("gemm", "comm", "gemms", "alone")  # baselines that give no result
+NEEDED = {*TIMED_ONLY, "sequence"}  # there is no row without those of its case
+RIVALS = ("megatron", "async_tp", *transformer_engine.NAMES)  # other programs: what goes wrong in them is only a note
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do the work. method: of ours, as its row names it; told: what its row adds. check: if not that of the inputs."""
+
+    run: Run
+    method: str = ""
+    told: Row = field(default_factory=dict)
+    check: Check | None = None
+
+
+Ways = dict[str, Way]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One case with all that do its work.
+
+    title: in notes. head: what names it in the record. flops: of one rank. row: from the milliseconds of all that ran, by name,
+    to what each row says of the baselines. te: what makes TransformerEngine's, if it has the work. graph: with `auto` captured.
+    """
+
+    title: str
+    head: Row
+    flops: float
+    inputs: Inputs
+    ways: Ways
+    row: Callable[[Mapping[str, float]], Row]
+    te: Callable[[Any], AbstractContextManager[Ways]] | None = None
+    graph: bool = False
+
+
+def run(contest: Contest, session: Session) -> None:
+    """Check and time all; the rows are saved. TransformerEngine, which may hang, takes part in a second run. Collective."""
+    ways = dict(contest.ways)
+    calls = correct(contest, ways, session)
+    if not calls.keys() >= NEEDED & ways.keys():
+        return
+    if contest.graph and AUTO in calls and session.world.device.type == "cuda":
+        add_graph(contest, ways, calls, session)
+    began = time.monotonic()
+    rows = take_turns(contest, ways, calls, session)
+    session.results.add(rows)
+    took = time.monotonic() - began
+    if rows and contest.te and (te := transformer_engine.load(session)):
+        with transformer_engine.limited(took), contest.te(te) as others:
+            calls |= correct(contest, others, session)
+            session.results.revise(take_turns(contest, ways, calls, session))
+    if contest.graph:
+        forget_graphs(session.world.group)
+
+
+def correct(contest: Contest, ways: Ways, session: Session) -> dict[str, Call]:
+    """The calls of those that give the right result on every rank; notes about the others. Collective."""
+    found = {}
+    for name, way in ways.items():
+        check = None if name in TIMED_ONLY else way.check or contest.inputs.check
+        problem = problem_of(name, way.run, contest.inputs, session.world, check)
+        if problem is None:
+            found[name] = contest.inputs.call(way.run)
+        else:
+            note(f"{contest.title}: {name}: {problem}", session, failure=name not in RIVALS)
+    return found
+
+
+def note(text: str, session: Session, failure: bool) -> None:
+    """Keep a note. A failure is said at once: a run may be stopped before its table."""
+    session.results.note(text, failure)
+    if failure:
+        session.world.say(session.results.notes[-1])
+
+
+def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session: Session) -> list[Row]:
+    """Time all calls; a row for each method of ours."""
+    timings = session.time(calls, contest.flops)
+    baselines = contest.row({name: timing.ms for name, timing in timings.items()})
+    ours = {name: way for name, way in ways.items() if way.method and name in timings}
+    session.world.say(f"{contest.title}: " + ", ".join(f"{name} {timings[name].ms:.3f} ms" for name in ours))
+    return [
+        contest.head
+        | {"method": way.method, "ms": timings[name].ms, "host_us": timings[name].host_us}
+        | baselines
+        | way.told
+        for name, way in ours.items()
+    ]
+
+
+def add_graph(contest: Contest, ways: Ways, calls: dict[str, Call], session: Session) -> None:
+    """The call of `auto` once more, as a CUDA graph: what the GPU needs, whatever the host does meanwhile."""
+    replay, problem = session.world.result_of(partial(captured, calls[AUTO], session.world))
+    if replay is None or problem is not None:  # replays where it worked would wait for the other ranks
+        note(f"{contest.title}: {GRAPH}: {problem}", session, failure=True)
+        return
+    ways[GRAPH] = Way(replay, GRAPH)
+    calls |= correct(contest, {GRAPH: ways[GRAPH]}, session)
+
+
+def captured(call: Call, world: World) -> Run:
+    """A call that has run before as a CUDA graph; its replays return what it returned."""
+    call(0)
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: NCCL's watchdog asks for events in a thread of its own, which a capture need not forbid.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graphed(world.group):
+        outcome = call(0)
+
+    def replay(inputs: object) -> object:
+        graph.replay()
+        return outcome
+
+    return replay
+
+
+HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
+RATIOS = {  # heading: what is divided by what
+    "speed-up": ("sequence_ms", "ms"),
+    "speed-up/bound": ("sequence_ms", "bound_ms"),
+    "vs Megatron-Core": ("megatron_ms", "ms"),
+    "vs async-TP": ("async_tp_ms", "ms"),
+    "vs TE": ("te_ms", "ms"),
+    "vs TE userbuffers": ("te_userbuffers_ms", "ms"),
+    "over GEMMs": ("ms", "gemms_ms"),
+    "over no exchange": ("ms", "alone_ms"),
+    "over tuned": ("ms", "tuned_ms"),
+}
+
+
+def shown(row: Row) -> Row:
+    """What the table says of a row: what it holds, by its key without `_ms`, and ratios."""
+    known = row | ({"bound_ms": row["bound"] * row["ms"]} if "bound" in row else {})
+    pairs = {heading: (known.get(above), known.get(below)) for heading, (above, below) in RATIOS.items()}
+    held = {key.removesuffix("_ms"): value for key, value in row.items() if key not in HIDDEN}
+    return held | {heading: above / below for heading, (above, below) in pairs.items() if above and below}
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """A line for each method and pass of operators: the lowest part of the bound that was reached, and the geometric mean."""
+    groups: dict[str, list[float]] = {}
+    for row in (row for row in rows if "bound" in row):
+        beside = "" if row.get("network_sms") == row.get("probe_sms") else f", {row['network_sms']} SMs"
+        groups.setdefault(f"{row['method']}{beside} {row['pass']}", []).append(row["speed-up/bound"])
+    return [
+        f"{name}: speed-up/bound lowest {min(parts):.3f}, geometric mean {statistics.geometric_mean(parts):.3f} "
+        f"over {len(parts)} shapes"
+        for name, parts in groups.items()
+    ]
+
+
+def report(results: Results, world: World) -> None:
+    """Write the Markdown beside the JSON and print the table, without columns that are empty; on rank 0."""
+    if world.rank == 0:
+        rows = [shown(row) for row in results.rows]
+        columns = plain({key: key for row in rows for key, value in row.items() if value is not None})
+        parts = (rows, results.notes, columns, summary(rows))
+        if results.path is not None:
+            results.path.with_suffix(".md").write_text(markdown(*parts))
+        print(screen(*parts), flush=True)
