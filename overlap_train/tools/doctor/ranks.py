@@ -10,8 +10,9 @@ import importlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations, count, permutations
 
 import torch
 import torch.distributed as dist
@@ -185,14 +186,11 @@ def check_operators(
 
     The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs. call_s: see Agreement.
     """
-    found = list[Finding]()
-
-    def prepare() -> None:
-        domain_of(here.group, config, here.device).agreement.call_s = call_s
-
-    error = here.attempt(prepare)
+    domain, error = here.result_of(lambda: domain_of(here.group, config, here.device))
     if error is not None:
         return [] if error == _ELSEWHERE else [fail(name, error, "a group of these ranks", _ERROR_FIX)]
+    assert domain is not None
+    domain.agreement.call_s, found = call_s, list[Finding]()
     for method in methods:
         some = _verify(here, f"{name} {method}", config.by(method), seconds / len(methods))
         found += some
@@ -210,37 +208,33 @@ def methods_of(here: World) -> tuple[str, ...]:
 
 
 def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
-    problems, rounds, is_over = list[str](), 0, False
-    deadline = time.monotonic() + seconds
-
-    def compare() -> None:
-        problems.extend(_differences(here, config, seed=rounds))
-
-    while not is_over:
-        error = here.attempt(compare)
-        rounds += 1
+    deadline, expected = time.monotonic() + seconds, "bitwise equal to torch"
+    for rounds in count(1):
+        problems, error = here.result_of(partial(_differences, here, config, rounds))
         if error is not None:
             return [] if error == _ELSEWHERE else [fail(name, error, "all operators end", _ERROR_FIX)]
-        is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
+        if here.any(bool(problems) or time.monotonic() > deadline):  # one rank's clock or result ends it for all
+            break
     if problems:
-        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", "bitwise equal to torch", _WRONG_FIX)]
-    return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", "bitwise equal to torch")]
+        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
+    return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)]
 
 
-def _differences(here: World, config: OverlapConfig, seed: int) -> Iterator[str]:
+def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
     x, w, h, v = _inputs(here, seed)
     y = all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm")
     z = linear_reduce_scatter(h, v, group=here.group, config=config, name="doctor/gemm_rs")
     here.synchronize()  # a wait on the GPU gives up there; then its output is NaN, but the reason is the time-out
     check_timeouts()
-    products, sums = _gathered(x, here).float() @ w.float().t(), torch.empty_like(z, dtype=torch.float32)
-    dist.reduce_scatter_tensor(sums, h.float() @ v.float().t(), group=here.group)
+    products, sums = here.gather(x).float() @ w.float().t(), here.scatter(h.float() @ v.float().t())
+    found = []
     for name, result, expected in (("AG + GEMM", y, products), ("GEMM + RS", z, sums)):
         wrong = result != expected.to(result.dtype)
         if bool(wrong.any()):
             told = f"{name}: {int(wrong.sum())} of {result.numel()} elements wrong"
             sources = wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
-            yield f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told
+            found.append(f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told)
+    return found
 
 
 def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str]) -> list[Finding]:
@@ -251,7 +245,7 @@ def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str])
         by = config.by(method)
         return lambda index: all_gather_linear(x, w, group=here.group, config=by, name="doctor/ag_gemm")
 
-    calls = {method: call_of(method) for method in methods} | {"": lambda index: _gathered(x, here) @ w.t()}
+    calls = {method: call_of(method) for method in methods} | {"": lambda index: here.gather(x) @ w.t()}
     times = {method: took.ms for method, took in measure(calls, _PACE, here.group, here.device).items()}
     if here.rank != 0:
         return []
@@ -264,13 +258,6 @@ def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str])
         fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
         return [warn(name, measured, "faster than the sequence", fix)]
     return [ok(name, measured, "faster than the sequence")]
-
-
-def _gathered(x: torch.Tensor, here: World) -> torch.Tensor:
-    """[M/W, K] -> [M, K], by torch's all-gather."""
-    whole = x.new_empty(here.size * x.shape[0], x.shape[1])
-    dist.all_gather_into_tensor(whole, x, group=here.group)
-    return whole
 
 
 def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:
