@@ -65,9 +65,7 @@ class Tune:
     tp: int | None = option(
         None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
     )
-    seq: tuple[int, ...] = option(
-        (), "sequence lengths", parse=positive_int, metavar="TOKENS", spaced=True, required=True
-    )
+    seq: tuple[int, ...] = option((), "sequence lengths", parse=positive_int, metavar="TOKENS", spaced=True)
     micro_batch: int = option(1, "sequences in one call", parse=positive_int, metavar="N")
     methods: tuple[str, ...] = option(
         (),
@@ -133,6 +131,8 @@ def cases_from(asked: Tune, ranks: int) -> list[Case]:
     """What the arguments ask for. Raises ValueError where that is nothing, or cannot be sharded over the ranks."""
     if not (asked.model or asked.column or asked.row):
         raise ValueError(f"which linears? give --model (one of {', '.join(MODELS)}), --column N,K or --row N,K")
+    if not asked.seq:
+        raise ValueError("how long are sequences? give --seq TOKENS")
     if asked.ulysses and not asked.model:
         raise ValueError("--ulysses: whose attention? give --model")
     ms = [seq * asked.micro_batch for seq in asked.seq]
