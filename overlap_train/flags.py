@@ -39,14 +39,13 @@ def option(
     metavar: str | None = None,
     spaced: bool = False,
     repeated: bool = False,
-    required: bool = False,
 ) -> Any:
     """A field that is a flag. A bool is a switch. A tuple holds values separated by commas, one of `choices` or read by `parse`.
 
     spaced: a tuple's values are separated by blanks. repeated: each flag adds one. group: heading in --help.
     """
     metadata = {"help": help, "group": group, "choices": choices, "parse": parse, "metavar": metavar}
-    return field(default=default, metadata={**metadata, "spaced": spaced, "repeated": repeated, "required": required})
+    return field(default=default, metadata={**metadata, "spaced": spaced, "repeated": repeated})
 
 
 def option_fields(options: Any) -> list[Field[Any]]:
@@ -72,11 +71,10 @@ def add_options(parser: Any, options: Any, prefix: str = "") -> Any:
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         default = found.default if isinstance(options, type) else getattr(options, found.name)
-        required = {"required": True} if found.metadata.get("required") else {}
         text = found.metadata["help"] + _default_shown(default)
         # A flag that is not given is not in the namespace: Megatron prints all arguments, and a None would look like the setting.
         groups[title].add_argument(
-            flag(found.name, prefix), default=argparse.SUPPRESS, help=text, **required, **_reading(found, default)
+            flag(found.name, prefix), default=argparse.SUPPRESS, help=text, **_reading(found, default)
         )
     return parser
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # Prepares a session on a GPU machine that is lent by the minute and has no network: wheels that it lacks (in .whl, where
 # launch/bootstrap.sh looks), and kernels compiled here (in FOLDER-triton, packed into FOLDER).
-#   benchmarks/lent/prepare.sh [FOLDER] [JOBS]        FOLDER: default runs/lent
-# It takes 25 minutes on two cores, and longer since it compiles for test_nodes.py, too (not timed).
+#   benchmarks/lent/prepare.sh [FOLDER]        default runs/lent
+# It compiles what is measured; kernels of the tests are compiled there.
 # Take .whl and FOLDER there with the tree, and run session.sh.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 folder=${1:-runs/lent}
-jobs=${2:-$(nproc)}
 mkdir -p "$folder" .whl
 python=$PWD/.venv/bin/python
 
@@ -20,10 +19,7 @@ platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 17 24 26 27 28 31 34 3
   --platform manylinux2014_x86_64 -d .whl $wheels
 
 export PYTHONPATH=$PWD:$PWD/benchmarks/lent TRITON_CACHE_DIR=$PWD/$folder-triton
-"$python" benchmarks/probes/compile_tests.py --world 2 4 8 --jobs "$jobs" >"$folder/tests.log"
-"$python" benchmarks/probes/compile_tests.py --tests nodes --world 2 4 --jobs "$jobs" >>"$folder/tests.log"
 "$python" benchmarks/probes/compile_ahead.py --rows 128 1024 2048 4100 8192 --cache "$TRITON_CACHE_DIR" >"$folder/shapes.log"
-if grep failed "$folder"/*.log; then exit 1; fi
 # Without what lies between source and PTX, which nothing reads again, and with kernels of one name side by side: 6 instead of 52 MB.
 find "$TRITON_CACHE_DIR" -type f -name '*.*' ! -name '*.source' ! -name '*.ttir' ! -name '*.ttgir' ! -name '*.llir' -printf '%f %P\n' |
   sort | cut -d ' ' -f 2 | tar c -C "$TRITON_CACHE_DIR" -T - | xz --lzma2=preset=6,dict=128MiB >"$folder/kernels.tar.xz"

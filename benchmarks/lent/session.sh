@@ -3,7 +3,7 @@
 #   benchmarks/lent/session.sh FOLDER OUT STEP...
 # Steps run one after the other; those joined by + run at once (tests=torch+tests=nvshmem), which is right but not for times. Run
 # shared4 and shared8 alone: beside others, and shared8 on GPUs of 80 GB, memory runs out (13 GiB a rank).
-# OUT/compiled-STEP: the kernels that a step has compiled although prepare.sh should have, by name.
+# OUT/compiled-STEP: the kernels that a step has compiled, by name.
 # STEP: tests (all GPU tests, one rank a GPU; two on one GPU), tests=PROVIDER, shared4 and shared8 (so many ranks on the GPUs), te
 # (TransformerEngine's tests, where TE_ENV, default /tmp/te_site/env.sh, makes it importable), record=NAME,NAME
 # (steps of benchmarks/record.sh). TEST_ARGS is that of make test-gpu. LIMIT: seconds of a step (default 3600). OUT: for logs.
@@ -50,7 +50,7 @@ run_step() {
   esac >"$out/$step.log" 2>&1
   status=$?
   find "$TRITON_CACHE_DIR" -name '*.cubin' -newer "$out/begin-$step" -printf '%f\n' | sort | uniq -c >"$out/compiled-$step"
-  # Kernels that prepare.sh has compiled are not compiled again: the last number must hardly differ from the first.
+  # Of a record: kernels that prepare.sh has compiled are not compiled again, so the last number must hardly differ from the first.
   echo "$step: status $status after $((SECONDS - begin)) s; $brought kernels were brought, $(compiled) are there"
 }
 

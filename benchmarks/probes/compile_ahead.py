@@ -10,12 +10,10 @@ operators run on a stand-in for a GPU (stand_in_gpu.py), their products do nothi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,53 +33,28 @@ _SHOWN = ("WORLD", "LOCAL", "CHUNKS", "DIRECT", "REDUCE", "B_IS_NK")
 
 
 class Compiling(stand_in_gpu.Unchecked):
-    """Compiles what it is asked about, and says so.
+    """Compiles what it is asked about, and says so."""
 
-    claims: a folder that processes share, in which each names what it compiles: the others leave that out. None: it is alone.
-    """
-
-    def __init__(self, launcher: Launcher, claims: Path | None) -> None:
+    def __init__(self, launcher: Launcher) -> None:
         super().__init__(launcher)
-        self._claims = claims
         self._compiled: set[str] = set()
 
     def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
-        if self._is_first(f"{kernel.fn.__name__} {specialised(kernel, arguments, constants)}"):
-            self._compile(kernel, grid, arguments, constants)
-        return super().verify(kernel, grid, arguments, constants)
-
-    def _is_first(self, binary: str) -> bool:
-        """Whether no other process has claimed this binary."""
-        if self._claims is None:
-            return True
-        try:
-            (self._claims / hashlib.sha256(binary.encode()).hexdigest()).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
-
-    def _compile(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
         begin = time.perf_counter()
         binary = compiled(kernel, grid, arguments, constants).hash
         if binary not in self._compiled:
             self._compiled.add(binary)
             shown = {name: value for name, value in constants.items() if name in _SHOWN}
             print(f"{kernel.fn.__name__} {shown}: {time.perf_counter() - begin:.1f} s", flush=True)
-
-
-def specialised(kernel: Any, arguments: dict[str, Any], constants: dict[str, Any]) -> tuple[Any, Any]:
-    """What Triton compiles a kernel for: (the kinds of its arguments, its options). Launches for which both are equal run one
-    binary."""
-    *_, bind = kernel.device_caches[0]
-    return bind(**arguments, **constants)[1:]
+        return super().verify(kernel, grid, arguments, constants)
 
 
 def _no_product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1]) if out is None else out
 
 
-def compiling(world: int, rank: int = 0, claims: Path | None = None) -> ExitStack:
-    """Bracket in which operators compile their kernels for one of `world` ranks, and do nothing else. claims: see Compiling."""
+def compiling(world: int) -> ExitStack:
+    """Bracket in which operators compile their kernels for one of `world` ranks, and do nothing else."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
@@ -89,8 +62,8 @@ def compiling(world: int, rank: int = 0, claims: Path | None = None) -> ExitStac
     idle = dict(get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target)
     driver.set_active(SimpleNamespace(**idle))  # type: ignore[arg-type]
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(stand_in_gpu, "Unchecked", partial(Compiling, claims=claims)))
-    stack.enter_context(stand_in_gpu.stand_in(rank, world))
+    stack.enter_context(mock.patch.object(stand_in_gpu, "Unchecked", Compiling))
+    stack.enter_context(stand_in_gpu.stand_in(world))
     stack.enter_context(mock.patch("torch.mm", _no_product))
     return stack
 

@@ -2,7 +2,7 @@
 
 One rank of a group: collectives and driver calls return at once, and kernels are packed but never run. Tensors lie in host
 memory, and the library multiplies them, in the least time that torch has for a product. What it leaves out is the time in CUDA
-and NCCL. Where the group spans nodes (OverlapConfig.node_ranks), nothing crosses between them.
+and NCCL.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from overlap_train.gpu.launch import Launcher, layout_of
 from overlap_train.group import domain
 from overlap_train.group.copy_engine import StreamCopyEngine
 from overlap_train.group.topology import Nodes
-from overlap_train.nodes.connect import SeveralNodes
-from overlap_train.nodes.engines import Piece
-from overlap_train.nodes.nccl import NcclEngine
 from overlap_train.ops import plan_cache as settled
-from overlap_train.schedule.inter_node import SendRecv
 from overlap_train.schedule.order import Topology
 from overlap_train.select.system import H200
 from overlap_train.select.table import UNTUNED
@@ -107,40 +103,11 @@ class IdleDomain(domain.OverlapDomain):
         self.on_gpu, self.launcher = True, Launcher(IdleDriver())
         self.launcher.verifier = Unchecked(self.launcher)  # type: ignore[assignment]
         self.engine = StreamCopyEngine(self.device, self.launcher.driver)
-        local = self.config.node_ranks or self.world_size
-        self.nodes = Nodes(Topology(self.world_size // local, local, self.rank))
-
-    def find_nodes(self, what: str, read: Any) -> Any:
-        return read(self.topology.nodes)  # which rank 0 would read for all
+        self.nodes = Nodes(Topology(1, self.world_size, self.rank))
 
 
-class IdleExchange:
-    def arrive(self) -> None: ...
-
-
-class IdleNetwork:
-    """Takes the place of NcclTransport."""
-
-    sms = 2
-
-    def exchange(self, step: SendRecv, sent: Piece, received: Piece) -> IdleExchange:
-        return IdleExchange()
-
-    def close(self, orderly: bool) -> None: ...
-
-
-class IdleNodes(SeveralNodes):
-    """The real engine and memory, and nothing that was measured: of how many SMs there are, kernels are told nothing."""
-
-    def _new_engine(self) -> NcclEngine:
-        domain = self.domain
-        assert domain.launcher is not None
-        driver, sums = domain.launcher.driver, int(domain.topology.local > 1)
-        return NcclEngine(domain.device, driver, IdleNetwork(), domain.fault, mock.MagicMock(), sums, 0.0)  # type: ignore
-
-
-def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
-    """Bracket in which this process is a rank of a group, and host tensors are taken for a GPU's."""
+def stand_in(world: int = 2) -> ExitStack:
+    """Bracket in which this process is rank 0 of a group, and host tensors are taken for a GPU's."""
     stack = ExitStack()
     make_plan, registry = settled.make_plan, "overlap_train.group.registry"
 
@@ -152,7 +119,6 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     for name, instead in {
         f"{registry}.OverlapDomain": IdleDomain,
-        "overlap_train.nodes.SeveralNodes": IdleNodes,
         "overlap_train.group.domain.Agreement": Echo,
         "overlap_train.ops.plan_cache.make_plan": planned,
         "overlap_train.ops.plan_cache.why_not": lambda *arguments: None,
@@ -167,7 +133,7 @@ def stand_in(rank: int = 0, world: int = 2) -> ExitStack:
         "torch.cuda.is_current_stream_capturing": bool,
     }.items():
         stack.enter_context(mock.patch(name, instead))
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     stack.callback(dist.destroy_process_group)
     stack.callback(overlap_train.shutdown)
     return stack

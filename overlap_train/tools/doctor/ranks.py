@@ -10,8 +10,9 @@ import importlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from itertools import combinations, permutations
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations, count, permutations
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ _SIGNAL_S = 5.0
 _LOW = 0.8  # of what the card reaches, or of the median: clocks move figures by 10 %
 _BROKEN = 0.6
 _PACE = Pace(3, 5)
-_TRIPS = 20
+_TRIPS, _BLOCK = 20, 1 << 20  # of so many bytes
 _LIBRARIES = {"torch": "torch.distributed._symmetric_memory", "nvshmem": "nvshmem.core"}
 MEMORY_FIXES = {
     "host": "the ranks must run as one user in one PID namespace: each maps the others' memory through /proc/<pid>/fd",
@@ -72,65 +73,54 @@ def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
         expected = "the same on all ranks; without it auto takes torch"
         return [] if missing == _ELSEWHERE else [warn(name, missing, expected, MEMORY_FIXES[provider])]
     began = time.monotonic()
-    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), here.size * (_Mail.BLOCK + 8), provider, here.device)
+    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), here.size * (_BLOCK + 8), provider, here.device)
     opened = ok(name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
-    signals = _Mail(here, heap).check_signals(f"signal {provider}")
+    signals = _check_signals(here, heap, f"signal {provider}")
     heap.close()
     return [opened, signals]
 
 
-class _Mail:
-    """A heap as W blocks of BLOCK bytes and W signal words. Block s and word s of every rank are written by rank s alone."""
+def _check_signals(here: World, heap: SymmetricHeap, name: str) -> Finding:
+    """Round trips between all pairs, one pair after the other: 1 MiB of data, then a signal, and the same back.
 
-    BLOCK = 1 << 20
+    The heap is W blocks of data and W words: block s and word s of every rank are written by rank s alone.
+    """
+    size, me, early, trips = here.size, here.rank, set[int](), dict[int, float]()
+    views = [heap.view(rank) for rank in range(size)]
+    blocks = [view[: size * _BLOCK].view(size, _BLOCK) for view in views]
+    words = [view[size * _BLOCK :].view(torch.int64)[:size].split(1) for view in views]
 
-    def __init__(self, here: World, heap: SymmetricHeap) -> None:
-        self._here, self._own = here, heap.view(here.rank)
-        self._views = [heap.view(rank) for rank in range(here.size)]
+    def send(peer: int, turn: int) -> None:
+        for there in (blocks[peer][me], words[peer][me]):
+            there.copy_(torch.full_like(there, turn))
 
-    def check_signals(self, name: str) -> Finding:
-        """Round trips between all pairs, one pair after the other: 1 MiB of data, then a signal, and the same back."""
-        here, trips, early = self._here, dict[int, float](), set[int]()
-        for pair in combinations(range(here.size), 2):
-            if here.rank in pair:
-                peer = pair[1 - pair.index(here.rank)]
-                times = [self._trip(peer, turn, early) for turn in range(1, _TRIPS + 1)]
-                trips[peer] = statistics.median(times) * 1e6
-        if early:
-            writers = ", ".join(here.who(peer) for peer in sorted(early))
-            fix = f"stop training with overlap here: {_FILE}; until then --overlap-train-method collective"
-            return fail(name, f"a signal of {writers} came before its data", "data first", fix)
-        if not trips:
-            return ok(name, "a single rank: nobody to signal")
-        slowest = max(trips, key=trips.__getitem__)
-        usual = statistics.median(trips.values())
-        return ok(name, f"round trip {usual:.0f} us, slowest {trips[slowest]:.0f} us with {here.who(slowest)}")
-
-    def _trip(self, peer: int, turn: int, early: set[int]) -> float:
-        """One round trip in seconds; the lower rank starts. Adds the peer to `early` if its signal came before its data."""
-        began, here = time.perf_counter(), self._here
-        if here.rank < peer:
-            self._send(peer, turn)
-        if not poll(lambda: int(self._word(self._own, peer).item()) >= turn, _SIGNAL_S):
+    def trip(peer: int, turn: int) -> float:
+        """Seconds; the lower rank starts."""
+        began = time.perf_counter()
+        if me < peer:
+            send(peer, turn)
+        if not poll(lambda: int(words[me][peer].item()) >= turn, _SIGNAL_S):
             raise TimeoutError(
                 f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
             )
-        if not bool((self._block(self._own, peer) == turn).all()):
+        if not bool((blocks[me][peer] == turn).all()):
             early.add(peer)
-        if here.rank > peer:
-            self._send(peer, turn)
+        if me > peer:
+            send(peer, turn)
         return time.perf_counter() - began
 
-    def _send(self, peer: int, turn: int) -> None:
-        view, rank = self._views[peer], self._here.rank
-        self._block(view, rank).copy_(torch.full_like(self._block(view, rank), turn))
-        self._word(view, rank).copy_(torch.full_like(self._word(view, rank), turn))
-
-    def _block(self, view: torch.Tensor, source: int) -> torch.Tensor:
-        return view[source * self.BLOCK : (source + 1) * self.BLOCK]
-
-    def _word(self, view: torch.Tensor, source: int) -> torch.Tensor:
-        return view[self._here.size * self.BLOCK :].view(torch.int64)[source : source + 1]
+    for pair in combinations(range(size), 2):
+        if me in pair:
+            peer = pair[1 - pair.index(me)]
+            trips[peer] = statistics.median(trip(peer, turn) for turn in range(1, _TRIPS + 1)) * 1e6
+    if early:
+        writers = ", ".join(here.who(peer) for peer in sorted(early))
+        fix = f"stop training with overlap here: {_FILE}; until then --overlap-train-method collective"
+        return fail(name, f"a signal of {writers} came before its data", "data first", fix)
+    if not trips:
+        return ok(name, "a single rank: nobody to signal")
+    slowest, usual = max(trips, key=trips.__getitem__), statistics.median(trips.values())
+    return ok(name, f"round trip {usual:.0f} us, slowest {trips[slowest]:.0f} us with {here.who(slowest)}")
 
 
 def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
@@ -185,14 +175,11 @@ def check_operators(
 
     The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs. call_s: see Agreement.
     """
-    found = list[Finding]()
-
-    def prepare() -> None:
-        domain_of(here.group, config, here.device).agreement.call_s = call_s
-
-    error = here.attempt(prepare)
+    domain, error = here.result_of(lambda: domain_of(here.group, config, here.device))
     if error is not None:
         return [] if error == _ELSEWHERE else [fail(name, error, "a group of these ranks", _ERROR_FIX)]
+    assert domain is not None
+    domain.agreement.call_s, found = call_s, list[Finding]()
     for method in methods:
         some = _verify(here, f"{name} {method}", config.by(method), seconds / len(methods))
         found += some
@@ -210,37 +197,33 @@ def methods_of(here: World) -> tuple[str, ...]:
 
 
 def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
-    problems, rounds, is_over = list[str](), 0, False
-    deadline = time.monotonic() + seconds
-
-    def compare() -> None:
-        problems.extend(_differences(here, config, seed=rounds))
-
-    while not is_over:
-        error = here.attempt(compare)
-        rounds += 1
+    deadline, expected = time.monotonic() + seconds, "bitwise equal to torch"
+    for rounds in count(1):
+        problems, error = here.result_of(partial(_differences, here, config, rounds))
         if error is not None:
             return [] if error == _ELSEWHERE else [fail(name, error, "all operators end", _ERROR_FIX)]
-        is_over = here.any(bool(problems) or time.monotonic() > deadline)  # one rank's clock or result ends it for all
+        if here.any(bool(problems) or time.monotonic() > deadline):  # one rank's clock or result ends it for all
+            break
     if problems:
-        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", "bitwise equal to torch", _WRONG_FIX)]
-    return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", "bitwise equal to torch")]
+        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
+    return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)]
 
 
-def _differences(here: World, config: OverlapConfig, seed: int) -> Iterator[str]:
+def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
     x, w, h, v = _inputs(here, seed)
     y = all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm")
     z = linear_reduce_scatter(h, v, group=here.group, config=config, name="doctor/gemm_rs")
     here.synchronize()  # a wait on the GPU gives up there; then its output is NaN, but the reason is the time-out
     check_timeouts()
-    products, sums = _gathered(x, here).float() @ w.float().t(), torch.empty_like(z, dtype=torch.float32)
-    dist.reduce_scatter_tensor(sums, h.float() @ v.float().t(), group=here.group)
+    products, sums = here.gather(x).float() @ w.float().t(), here.scatter(h.float() @ v.float().t())
+    found = []
     for name, result, expected in (("AG + GEMM", y, products), ("GEMM + RS", z, sums)):
         wrong = result != expected.to(result.dtype)
         if bool(wrong.any()):
             told = f"{name}: {int(wrong.sum())} of {result.numel()} elements wrong"
             sources = wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
-            yield f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told
+            found.append(f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told)
+    return found
 
 
 def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str]) -> list[Finding]:
@@ -251,7 +234,7 @@ def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str])
         by = config.by(method)
         return lambda index: all_gather_linear(x, w, group=here.group, config=by, name="doctor/ag_gemm")
 
-    calls = {method: call_of(method) for method in methods} | {"": lambda index: _gathered(x, here) @ w.t()}
+    calls = {method: call_of(method) for method in methods} | {"": lambda index: here.gather(x) @ w.t()}
     times = {method: took.ms for method, took in measure(calls, _PACE, here.group, here.device).items()}
     if here.rank != 0:
         return []
@@ -264,13 +247,6 @@ def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str])
         fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
         return [warn(name, measured, "faster than the sequence", fix)]
     return [ok(name, measured, "faster than the sequence")]
-
-
-def _gathered(x: torch.Tensor, here: World) -> torch.Tensor:
-    """[M/W, K] -> [M, K], by torch's all-gather."""
-    whole = x.new_empty(here.size * x.shape[0], x.shape[1])
-    dist.all_gather_into_tensor(whole, x, group=here.group)
-    return whole
 
 
 def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:

@@ -30,52 +30,31 @@ from ...select.table import Winner
 from ...select.tiles import chunks_of, copy_us, saves_a_wave
 from ...select.tiling import equal_chunks
 from ...ulysses.parts import cut_exchange
-from ..measure.cases import OPS, Case, cases_of, check_divisible
-from ..measure.models import MODELS
+from ..measure.cases import Case, cases_of, check_divisible
+from ..measure.models import MODELS, OPS_OF_LINEARS
 from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of, tag_of
 from ..measure.timing import Call
 
-COLUMN, ROW = OPS
-Sizes = tuple[int, int]
-_OP_OF = {"qkv": COLUMN, "proj": ROW, "fc1": COLUMN, "fc2": ROW}
+_EXCHANGED = {"qkv": GEMM_A2A, "proj": A2A_GEMM}
 # A barrier takes 10 microseconds; collisions of shorter copies cost less than that.
 _SHORT_COPY_US = 40.0
 _SHORTEST_MESSAGE = 1 << 20  # between nodes: what a NIC sends within the latency of a message
 
 
-def model_cases(model: str, rows: Iterable[int], ranks: int) -> list[Case]:
-    """fprop and dgrad of a model's linears for each M of `rows`. Raises ValueError where a size cannot be sharded over the
-    ranks."""
-    return [
-        case
-        for m in rows
-        for slot, weight in MODELS[model].linears.items()
-        for case in cases_of(slot, _OP_OF[slot], weight, m, ranks, f"--model {model}: {slot}")
-    ]
-
-
-def ulysses_cases(model: str, rows: Iterable[int], ranks: int, config: OverlapConfig) -> list[Case]:
-    """fprop and dgrad of the projections of a model's attention under Ulysses; of a long sequence the first part. Raises
-    ValueError where a size cannot be shared by the ranks."""
-    linears, found = MODELS[model].linears, []
-    for m, (slot, op) in itertools.product(rows, (("qkv", GEMM_A2A), ("proj", A2A_GEMM))):
+def model_cases(model: str, rows: Iterable[int], ranks: int, ulysses: bool = False) -> list[Case]:
+    """fprop and dgrad of a model's linears for each M of `rows`. ulysses: of the projections of its attention under Ulysses; of a
+    long sequence the first part. Raises ValueError where a size cannot be shared by the ranks."""
+    weights, found = MODELS[model].linears, []
+    for m, (slot, op) in itertools.product(rows, (_EXCHANGED if ulysses else OPS_OF_LINEARS).items()):
+        if slot not in weights:  # the output layer
+            continue
         check_divisible("--seq", m, ranks)
-        features = linears[slot][0 if op == GEMM_A2A else 1]  # that are sent, of two bytes each
-        ((_, positions), *_) = cut_exchange(m // ranks, 1, features * 2, config)
-        found += cases_of(slot, op, linears[slot], positions * ranks, ranks, f"--model {model}: {slot}")
+        if ulysses:
+            features = weights[slot][0 if op == GEMM_A2A else 1]  # that are sent, of two bytes each
+            ((_, positions), *_) = cut_exchange(m // ranks, 1, features * 2, OverlapConfig())
+            m = positions * ranks
+        found += cases_of(slot, op, weights[slot], m, ranks, f"--model {model}: {slot}")
     return found
-
-
-def weight_cases(columns: Sequence[Sizes], rows: Sequence[Sizes], ms: Iterable[int], ranks: int) -> list[Case]:
-    """fprop and dgrad of single linears for each M of `ms`, by their whole weights [N, K], column-parallel (sharded over N) and
-    row-parallel (over K). Raises ValueError where a size cannot be sharded over the ranks."""
-    return [
-        case
-        for m in ms
-        for kind, op, weights in (("column", COLUMN, columns), ("row", ROW, rows))
-        for n, k in weights
-        for case in cases_of(kind, op, (n, k), m, ranks, f"--{kind} {n},{k}")
-    ]
 
 
 def one_a_bucket(cases: Iterable[Case], ranks: int) -> list[Case]:
@@ -136,9 +115,8 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     if not any(how.is_plain for how in calls):
         session.results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None
-    names = {str(how): how for how in calls}
-    timings = session.time({name: calls[how] for name, how in names.items()}, case.flops(world.size))
-    took = {names[name]: timing for name, timing in timings.items()}
+    timings = session.time({str(how): call for how, call in calls.items()}, case.flops(world.size))
+    took = {how: timings[str(how)] for how in calls}
     how = fastest({how: Took(1e3 * one.ms, one.host_us) for how, one in took.items()}, default)
     return Winner(planned, how, {how: one.ms for how, one in took.items()})
 

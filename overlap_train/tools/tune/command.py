@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,13 +20,15 @@ from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive
 from ...select.method import NAMES
 from ...select.table import LEFT_OUT, Key, Winner, key_of, save
 from ..measure import world
-from ..measure.cases import Case
+from ..measure.cases import Case, cases_of
 from ..measure.models import MODELS
 from ..measure.results import Columns, Results, Row, plain, screen
 from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
-from .candidates import Sizes, model_cases, one_a_bucket, tune_case, ulysses_cases, weight_cases
+from .candidates import model_cases, one_a_bucket, tune_case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+Sizes = tuple[int, int]
 
 
 def _sizes(text: str) -> Sizes:
@@ -62,9 +65,7 @@ class Tune:
     tp: int | None = option(
         None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
     )
-    seq: tuple[int, ...] = option(
-        (), "sequence lengths", parse=positive_int, metavar="TOKENS", spaced=True, required=True
-    )
+    seq: tuple[int, ...] = option((), "sequence lengths", parse=positive_int, metavar="TOKENS", spaced=True)
     micro_batch: int = option(1, "sequences in one call", parse=positive_int, metavar="N")
     methods: tuple[str, ...] = option(
         (),
@@ -130,13 +131,16 @@ def cases_from(asked: Tune, ranks: int) -> list[Case]:
     """What the arguments ask for. Raises ValueError where that is nothing, or cannot be sharded over the ranks."""
     if not (asked.model or asked.column or asked.row):
         raise ValueError(f"which linears? give --model (one of {', '.join(MODELS)}), --column N,K or --row N,K")
-    ms = [seq * asked.micro_batch for seq in asked.seq]
+    if not asked.seq:
+        raise ValueError("how long are sequences? give --seq TOKENS")
     if asked.ulysses and not asked.model:
         raise ValueError("--ulysses: whose attention? give --model")
-    cases = model_cases(asked.model, ms, ranks) if asked.model and not asked.ulysses else []
-    if asked.model and asked.ulysses:
-        cases = ulysses_cases(asked.model, ms, ranks, OverlapConfig())
-    return one_a_bucket([*cases, *weight_cases(asked.column, asked.row, ms, ranks)], ranks)
+    ms = [seq * asked.micro_batch for seq in asked.seq]
+    cases = model_cases(asked.model, ms, ranks, asked.ulysses) if asked.model else []
+    for m, (kind, op, weights) in product(ms, (("column", "ag_gemm", asked.column), ("row", "gemm_rs", asked.row))):
+        for n, k in weights:
+            cases += cases_of(kind, op, (n, k), m, ranks, f"--{kind} {n},{k}")
+    return one_a_bucket(cases, ranks)
 
 
 def tune(asked: Tune, cases: list[Case]) -> int:
