@@ -15,9 +15,6 @@ from itertools import chain, pairwise, product, repeat, starmap
 
 from .kinds import Kind
 
-GATHER, SCATTER, A2A_GEMM, GEMM_A2A = Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A
-EXCHANGES = (A2A_GEMM, GEMM_A2A)
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -8,8 +8,6 @@ import torch
 
 from ..schedule.kinds import Kind
 
-SCATTER_AND_WGRAD = Kind.SCATTER_AND_WGRAD
-
 Bucket = tuple[str, str, int, int, int, int]
 
 

@@ -19,7 +19,8 @@ from overlap_train.ops.launch import multiprocessors
 from overlap_train.ops.plan import EnginePlan, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.ops.table import start_gather, start_scatter
-from overlap_train.schedule.order import SCATTER, Topology
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology
 from overlap_train.schedule.transfers import legs
 from overlap_train.select.choose import choose
 from overlap_train.select.method import Method
@@ -99,7 +100,9 @@ def test_own_rows_share_tiles_with_a_peers_where_that_saves_a_wave(case: Case) -
     """Forward, by a split reduction: 4100 rows of 4096 columns are four waves of tiles instead of four and a half on an H200."""
     if (case.config.method, case.world) != ("fused", 2):
         pytest.skip("4100 rows of fewer or more ranks are other tiles")
-    assert choose("fused", Pass(SCATTER, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED).how.split_reduction
+    assert choose(
+        "fused", Pass(Kind.SCATTER, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED
+    ).how.split_reduction
     for seed in range(3):
         OPERATORS["row"](case, (2050, 1), 4096, 4096, seed=seed)
 
@@ -183,7 +186,7 @@ def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Method) -
     topology = Topology(1, case.world, case.rank)
     plan = make_plan(ALL_GATHER_LINEAR, case.config, UNTUNED, topology, x, w)
     chunks = 1 if variant.whole else chunk_count(x.shape[0], x.shape[1] * x.element_size(), True)
-    route = legs(SCATTER, topology, chunks, tiled=True)
+    route = legs(Kind.SCATTER, topology, chunks, tiled=True)
     assert plan.wgrad is not None
     return plan.wgrad, replace(plan.dgrad, variant=variant, chunks=chunks, legs=route)
 

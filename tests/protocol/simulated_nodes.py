@@ -120,7 +120,7 @@ class NodeDomain(SimulatedDomain):
             legs=core("schedule.inter_node").legs(*of_kind),
             send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
             together=together,
-            by_rows=engine.kind == core("schedule.order").A2A_GEMM and self._simulation.by_rows,
+            by_rows=engine.kind == core("schedule.kinds").Kind.A2A_GEMM and self._simulation.by_rows,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,
         )

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.schedule import order as kinds
+from overlap_train.schedule.kinds import Kind
 from overlap_train.select.method import Method
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
@@ -181,4 +181,4 @@ def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: M
     engine, kept = core("ops.ag_gemm").ChunkedGather, []
     with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):
         assert_passes(mlp("fused", Simulation(2), variant=variant), range(1))
-    assert set(kept) == {(kinds.GATHER, True), (kinds.SCATTER, not variant.split_reduction)}
+    assert set(kept) == {(Kind.GATHER, True), (Kind.SCATTER, not variant.split_reduction)}

@@ -100,7 +100,7 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
 def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of rank 0, in its first pass."""
     order: list[str] = []
-    engine = core("ops.table").IN_NODE[core("schedule.order").A2A_GEMM][method]
+    engine = core("ops.table").IN_NODE[core("schedule.kinds").Kind.A2A_GEMM][method]
 
     def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         def call(receiver: Any, *args: Any) -> Any:

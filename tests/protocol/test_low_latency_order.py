@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from overlap_train.schedule.order import GATHER, SCATTER, Topology, sources, targets, tile_order
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology, sources, targets, tile_order
 from overlap_train.schedule.transfers import legs
 from tests.protocol.actors import Actor
 from tests.protocol.interleaving import Scheduler
@@ -22,7 +23,7 @@ from tests.protocol.interpreter_hooks import MemoryAccess
 from tests.protocol.operator_problems import gathers, scatters
 from tests.protocol.simulated_ranks import TILE, WORDS_AT_ONCE, SimulatedDomain, Simulation
 
-PROBLEMS = {GATHER: gathers, SCATTER: scatters}
+PROBLEMS = {Kind.GATHER: gathers, Kind.SCATTER: scatters}
 WORDS = TILE * TILE  # of a block of fp32
 PARTS = WORDS // WORDS_AT_ONCE
 WORLDS = [2, 3, 5]
@@ -98,9 +99,9 @@ def in_turn(ranks: tuple[int, ...]) -> list[Piece]:
 def expected(kind: str, topology: Topology) -> Order:
     """By the schedule: legs are of whole blocks, whose parts take turns, as tiles do that kernels store at the peers."""
     to = tuple(leg.target for leg in legs(kind, topology, chunks=1))
-    if kind == GATHER:
+    if kind == Kind.GATHER:
         return Order(list(to), in_turn(to), in_turn(sources(topology)))
-    interleaved = tile_order(SCATTER, topology, 1, PARTS, interleaved=True)
+    interleaved = tile_order(Kind.SCATTER, topology, 1, PARTS, interleaved=True)
     sent = [(block, part) for block, _, part in interleaved if block != topology.rank]
     in_rank_order = tuple(rank for rank in range(topology.world) if rank != topology.rank)  # as all methods add
     return Order(list(to), sent, in_turn(in_rank_order))
@@ -116,4 +117,6 @@ def test_all_parts_go_to_every_peer_in_the_order_of_the_legs() -> None:
     """What both kernels have in common."""
     for rank in range(3):
         topology = Topology(1, 3, rank)
-        assert expected(SCATTER, topology).sent == expected(GATHER, topology).sent == in_turn(targets(topology))
+        assert (
+            expected(Kind.SCATTER, topology).sent == expected(Kind.GATHER, topology).sent == in_turn(targets(topology))
+        )

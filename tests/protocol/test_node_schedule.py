@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from overlap_train.schedule import inter_node, transfers
-from overlap_train.schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER, Topology
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology
 from overlap_train.schedule.transfers import NETWORK, NODE_SUM, NVLINK
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2
 PACKAGE = "overlap_train.schedule"
 FILES = ("order", "transfers", "inter_node")  # each imports from those before
-KINDS = (GATHER, SCATTER, *EXCHANGES)
+EXCHANGES = (Kind.A2A_GEMM, Kind.GEMM_A2A)
+KINDS = (Kind.GATHER, Kind.SCATTER, *EXCHANGES)
 
 
 def whole_schedule() -> ModuleType:
@@ -71,7 +73,7 @@ def a_gather_gives_every_rank_every_shard(module: ModuleType, nodes: int, local:
     """Legs carry what is there when all before them are done; what is passed on must have arrived."""
     world = topologies(module, nodes, local)
     held = {rank: {(rank, chunk): rank for chunk in range(CHUNKS)} for rank in range(nodes * local)}
-    legs = [leg for topology in world for leg in module.legs(GATHER, topology, CHUNKS)]
+    legs = [leg for topology in world for leg in module.legs(Kind.GATHER, topology, CHUNKS)]
     for leg in sorted(legs, key=lambda leg: leg.carries == module.ARRIVED):
         block = leg.block if leg.carries == module.ARRIVED else leg.source
         held[leg.target][leg.fills, leg.chunk] = held[leg.source][block, leg.chunk]
@@ -84,7 +86,7 @@ def a_scatter_adds_every_partial_once(module: ModuleType, nodes: int, local: int
     world = topologies(module, nodes, local)
     for chunk in range(CHUNKS):
         slots: dict[int, dict[int, Counter]] = {topology.rank: {} for topology in world}
-        legs = [leg for t in world for leg in module.legs(SCATTER, t, CHUNKS) if leg.chunk == chunk]
+        legs = [leg for t in world for leg in module.legs(Kind.SCATTER, t, CHUNKS) if leg.chunk == chunk]
         for leg in sorted(legs, key=lambda leg: leg.carries == NODE_SUM):
             sent = Counter([(leg.source, leg.block)])
             if leg.carries == NODE_SUM:
@@ -121,11 +123,11 @@ def each_byte_crosses_the_network_once(module: ModuleType, nodes: int, local: in
 def the_network_comes_first(module: ModuleType, nodes: int, local: int) -> None:
     """Far is sent before near, and own before what is passed on; a scatter and GEMM + A2A work for the own node last."""
     for topology in topologies(module, nodes, local):
-        for kind in (GATHER, *EXCHANGES):
+        for kind in (Kind.GATHER, *EXCHANGES):
             sent = list(module.legs(kind, topology, CHUNKS))
             stages = [0 if leg.link == NETWORK else 1 if leg.carries == module.OPERAND else 2 for leg in sent]
             assert stages == sorted(stages)
-        for kind in (SCATTER, GEMM_A2A):
+        for kind in (Kind.SCATTER, Kind.GEMM_A2A):
             far = [block // local != topology.node for block, *_ in module.tile_order(kind, topology, CHUNKS, 1)]
             assert far == sorted(far, reverse=True)
             assert [block for block, *_ in module.tile_order(kind, topology, CHUNKS, 1)][-1] == topology.rank
@@ -151,7 +153,10 @@ def a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive(
     """The own one first; each once; as many as it may but for what is left of a node."""
     for topology, together in product(topologies(module, nodes, local), (1, 2, local)):
         found = module.multiplied_together(topology, together)
-        assert [block for blocks in found for block in blocks] == [topology.rank, *module.sources(topology, A2A_GEMM)]
+        assert [block for blocks in found for block in blocks] == [
+            topology.rank,
+            *module.sources(topology, Kind.A2A_GEMM),
+        ]
         assert all(len({block // local for block in blocks}) == 1 for blocks in found)
         assert max(map(len, found)) == min(together, local) and len(found) == nodes * -(-local // together)
 
@@ -162,10 +167,10 @@ def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local:
     for turn in range(nodes - 1):
         for place in range(local):
             ranks = [topology for topology in world if topology.rank % local == place]
-            for kind in (GATHER, SCATTER):
+            for kind in (Kind.GATHER, Kind.SCATTER):
                 crossing = [list(module.legs(kind, t, 1).network)[turn].target for t in ranks]
                 assert len(set(crossing)) == nodes
-            arrives = {list(module.legs(GATHER, t, 1).network)[turn].target: t.node for t in ranks}
+            arrives = {list(module.legs(Kind.GATHER, t, 1).network)[turn].target: t.node for t in ranks}
             for topology in ranks:
                 blocks = module.sources(topology)[local - 1 + turn * local :][:local]
                 assert {block // local for block in blocks} == {arrives[topology.rank]}
@@ -174,12 +179,14 @@ def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local:
 
 def tiles_are_taken_in_the_order_of_the_legs(module: ModuleType, nodes: int, local: int) -> None:
     for topology in topologies(module, nodes, local):
-        for kind in (SCATTER, GEMM_A2A):
+        for kind in (Kind.SCATTER, Kind.GEMM_A2A):
             tiles = list(module.tile_order(kind, topology, CHUNKS, 1))
             left = [(leg.block, leg.chunk) for leg in module.legs(kind, topology, CHUNKS)]
             assert left == [(block, chunk) for block, chunk, _ in tiles[: len(left)]]
-        assert {block for block, *_ in module.tile_order(GATHER, topology, CHUNKS, 1)} == set(range(topology.world))
-        first = [block for block, chunk, _ in module.tile_order(GATHER, topology, CHUNKS, 1) if chunk == 0]
+        assert {block for block, *_ in module.tile_order(Kind.GATHER, topology, CHUNKS, 1)} == set(
+            range(topology.world)
+        )
+        first = [block for block, chunk, _ in module.tile_order(Kind.GATHER, topology, CHUNKS, 1) if chunk == 0]
         assert first == [topology.rank, *module.sources(topology)]
         assert {block // local for block in first[:local]} == {topology.node}, "the own node needs no network"
 
@@ -195,7 +202,9 @@ def twins_expect_what_is_sent(module: ModuleType, nodes: int, local: int) -> Non
             for rank, crossing in enumerate(turn):
                 assert crossing.sent.source == rank
                 assert world[crossing.received.source].receiver(crossing.received.target) == rank
-                node = set(world[rank].ranks_of(world[rank].node)) if kind == GATHER else {crossing.received.target}
+                node = (
+                    set(world[rank].ranks_of(world[rank].node)) if kind == Kind.GATHER else {crossing.received.target}
+                )
                 chunk = (crossing.received.fills, crossing.received.chunk)
                 assert {leg.target for leg in crossing.passed_on} == node - {rank}
                 assert {(leg.block, leg.chunk) for leg in crossing.passed_on} <= {chunk}
@@ -240,11 +249,11 @@ def far_blocks_of_an_all_to_all_are_received_or_passed_on_once(module: ModuleTyp
 def a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk(module: ModuleType, nodes: int, local: int) -> None:
     """Far before near, as for the library. Each tile needs its chunk from every rank, so first chunks come before second ones."""
     for topology in topologies(module, nodes, local):
-        tiled = module.legs(A2A_GEMM, topology, CHUNKS, True)
-        assert Counter(tiled) == Counter(module.legs(A2A_GEMM, topology, CHUNKS)), "the same, in another order"
+        tiled = module.legs(Kind.A2A_GEMM, topology, CHUNKS, True)
+        assert Counter(tiled) == Counter(module.legs(Kind.A2A_GEMM, topology, CHUNKS)), "the same, in another order"
         order = [(leg.link == NVLINK, leg.chunk) for leg in tiled]
         assert order == sorted(order)
-        assert [crossing.sent for crossing in module.send_recvs(A2A_GEMM, topology, CHUNKS, True)] == list(
+        assert [crossing.sent for crossing in module.send_recvs(Kind.A2A_GEMM, topology, CHUNKS, True)] == list(
             tiled.network
         )
 
@@ -252,10 +261,12 @@ def a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk(module: ModuleType,
 def a_kernel_multiplies_what_arrives_first(module: ModuleType, nodes: int, local: int) -> None:
     """Of a far node the first chunk of each rank, then the second: twins send theirs at the same time."""
     for topology in topologies(module, nodes, local):
-        order = [(block, chunk) for block, chunk, _ in module.tile_order(GATHER, topology, CHUNKS, 1)]
+        order = [(block, chunk) for block, chunk, _ in module.tile_order(Kind.GATHER, topology, CHUNKS, 1)]
         assert len(set(order)) == len(order) == topology.world * CHUNKS
         far = order[local * CHUNKS :]
-        for crossing, first in zip(module.send_recvs(GATHER, topology, CHUNKS), range(0, len(far), local), strict=True):
+        for crossing, first in zip(
+            module.send_recvs(Kind.GATHER, topology, CHUNKS), range(0, len(far), local), strict=True
+        ):
             node = crossing.received.source // local
             expected = [(block, crossing.received.chunk) for block in topology.ranks_of(node)]
             assert sorted(far[first : first + local]) == expected
@@ -265,7 +276,7 @@ def what_a_kernel_sends_leaves_after_its_tiles(module: ModuleType, nodes: int, l
     for kind, topology in product(KINDS, topologies(module, nodes, local)):
         assert not any(leg.after_tiles for leg in module.legs(kind, topology, CHUNKS))
         own = [leg for leg in module.legs(kind, topology, CHUNKS, True) if leg.carries != module.ARRIVED]
-        assert {leg.after_tiles for leg in own} == {kind in (SCATTER, GEMM_A2A)}
+        assert {leg.after_tiles for leg in own} == {kind in (Kind.SCATTER, Kind.GEMM_A2A)}
 
 
 def what_a_rank_receives_last_of_an_all_to_all_is_its_own(module: ModuleType, nodes: int, local: int) -> None:

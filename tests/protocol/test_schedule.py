@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from overlap_train.kernels.order import exchange_piece, gather_tile, received_block, scatter_tile
-from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology, sources, targets, tile_order
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology, sources, targets, tile_order
 from overlap_train.schedule.transfers import legs
 
 SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (8, 8, 2)]
@@ -63,21 +64,21 @@ def test_kernels_take_tiles_in_the_schedules_order(nodes: int, local: int, chunk
     for rank in range(world):
         topology = Topology(nodes, local, rank)
         assert order_of(list_gather_kernel, count, rank, tiles, **constants) == list(
-            tile_order(GATHER, topology, chunks, tiles)
+            tile_order(Kind.GATHER, topology, chunks, tiles)
         )
         received = order_of(list_blocks_kernel, world, rank, WORLD=world, LOCAL=local)
-        assert [block for block, *_ in received] == [rank, *sources(topology, A2A_GEMM)]
+        assert [block for block, *_ in received] == [rank, *sources(topology, Kind.A2A_GEMM)]
         for interleaved in (False, True) if nodes == 1 else (False,):
             taken = order_of(list_scatter_kernel, count, rank, tiles, count, INTERLEAVED=interleaved, **constants)
-            assert taken == list(tile_order(SCATTER, topology, chunks, tiles, interleaved))
-            assert taken == list(tile_order(GEMM_A2A, topology, chunks, tiles, interleaved)), "the same kernel"
+            assert taken == list(tile_order(Kind.SCATTER, topology, chunks, tiles, interleaved))
+            assert taken == list(tile_order(Kind.GEMM_A2A, topology, chunks, tiles, interleaved)), "the same kernel"
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_what_arrives_by_an_all_to_all_is_multiplied_in_one_block_of_tiles(chunks: int) -> None:
     """all_to_all_gemm.py counts them through: chunk by chunk of the own rows, whatever the number of ranks."""
     for world in (1, 3):
-        order = list(tile_order(A2A_GEMM, Topology(1, world, world - 1), chunks, 2))
+        order = list(tile_order(Kind.A2A_GEMM, Topology(1, world, world - 1), chunks, 2))
         assert order == [(world - 1, chunk, tile) for chunk in range(chunks) for tile in range(2)]
 
 
@@ -88,7 +89,7 @@ def test_kernels_store_rows_at_peers_in_the_order_of_the_legs(world: int, chunks
     for rank in range(world):
         told = dict(INTERLEAVED=False, WORLD=world, LOCAL=world, CHUNKS=chunks)
         taken = order_of(list_scatter_kernel, count, rank, tiles, count, **told)
-        expected = [(leg.target, leg.chunk) for leg in legs(GATHER, Topology(1, world, rank), chunks)]
+        expected = [(leg.target, leg.chunk) for leg in legs(Kind.GATHER, Topology(1, world, rank), chunks)]
         assert [(target, chunk) for target, chunk, piece in taken if piece == 0] == expected
 
 
@@ -97,20 +98,20 @@ def test_kernels_exchange_pieces_in_the_order_of_the_legs(world: int, chunks: in
     """The first chunk of every peer's rows, then the second: a tile needs its chunk from every rank."""
     count = (world - 1) * chunks * pieces
     for rank in range(world):
-        sent = [(leg.target, leg.chunk) for leg in legs(A2A_GEMM, Topology(1, world, rank), chunks)]
+        sent = [(leg.target, leg.chunk) for leg in legs(Kind.A2A_GEMM, Topology(1, world, rank), chunks)]
         assert sent == [(target, chunk) for chunk in range(chunks) for target in targets(Topology(1, world, rank))]
         taken = order_of(list_pieces_kernel, count, rank, pieces, count, WORLD=world)
         assert taken == [(target, chunk, piece) for target, chunk in sent for piece in range(pieces)]
 
 
-@pytest.mark.parametrize("kind", [GATHER, SCATTER, A2A_GEMM, GEMM_A2A])
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_every_rank_gets_every_block_once(kind: str, world: int) -> None:
     received: dict[tuple[int, int, int], int] = {}
     for rank in range(world):
         for leg in legs(kind, Topology(1, world, rank), chunks=2):
             assert leg.source == rank != leg.target
-            assert leg.block == (0 if kind == GATHER else leg.target)
+            assert leg.block == (0 if kind == Kind.GATHER else leg.target)
             received[leg.target, leg.source, leg.chunk] = received.get((leg.target, leg.source, leg.chunk), 0) + 1
     assert received == {(t, s, c): 1 for t in range(world) for s in range(world) if s != t for c in range(2)}
 
@@ -127,7 +128,7 @@ def test_blocks_arrive_in_the_order_in_which_they_were_sent(world: int) -> None:
 @pytest.mark.parametrize(("world", "chunks"), [(3, 2), (4, 1)])
 def test_tiles_are_computed_in_the_order_in_which_their_rows_leave(world: int, chunks: int) -> None:
     topology = Topology(1, world, 1)
-    for kind in (SCATTER, GEMM_A2A):
+    for kind in (Kind.SCATTER, Kind.GEMM_A2A):
         for interleaved in (False, True):
             order = list(tile_order(kind, topology, chunks, 2, interleaved))
             assert [block for block, _, _ in order[-2 * chunks :]] == [1] * 2 * chunks, "own rows, or columns, last"

@@ -19,17 +19,8 @@ from overlap_train.kernels.tiles import (
     tiles_in_run,
     tiles_in_scatter,
 )
-from overlap_train.schedule.order import (
-    A2A_GEMM,
-    GATHER,
-    GEMM_A2A,
-    SCATTER,
-    Strips,
-    Topology,
-    Unit,
-    strip_order,
-    units_in_run,
-)
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Strips, Topology, Unit, strip_order, units_in_run
 from tests.unit.hopper_model import python_of
 
 Strip = tuple[int, int]  # (unit, number in it)
@@ -153,10 +144,10 @@ def test_kernels_take_tiles_of_strips_in_the_schedules_order(
         cut = Strips(strips, columns, 2, run)
         return [units for _, units in strip_order(kind, Topology(nodes, local, rank), chunks, cut, interleaved)]
 
-    gathered = expected(GATHER, world * chunks)
+    gathered = expected(Kind.GATHER, world * chunks)
     assert order_of(list_gather_kernel, len(gathered), rank, strips, columns, **constants) == gathered
     inside = (False, True) if nodes == 1 else (False,)  # what only kernels in one node do
-    for kind, interleaved, adds in product((SCATTER, GEMM_A2A), inside, inside):
+    for kind, interleaved, adds in product((Kind.SCATTER, Kind.GEMM_A2A), inside, inside):
         run = units_in_run(kind, world, chunks, interleaved, adds)
         scattered = expected(kind, run, interleaved)
         told = constants | dict(RUN=run, INTERLEAVED=interleaved)
@@ -167,13 +158,15 @@ def test_kernels_take_tiles_of_strips_in_the_schedules_order(
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_strips_of_two_blocks_share_a_tile_where_that_is_right(world: int, chunks: int) -> None:
     """They must share columns of b and follow each other. Where own tiles add, a peer's strip must not wait with an own one."""
-    for kind, interleaved, adds in product((GATHER, SCATTER, A2A_GEMM, GEMM_A2A), (False, True), (False, True)):
-        cut = Strips(3, 1, 2, units_in_run(kind, world, chunks, interleaved, adds and kind == SCATTER))
+    for kind, interleaved, adds in product(
+        (Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A), (False, True), (False, True)
+    ):
+        cut = Strips(3, 1, 2, units_in_run(kind, world, chunks, interleaved, adds and kind == Kind.SCATTER))
         tiles = [units for _, units in strip_order(kind, Topology(1, world, 0), chunks, cut, interleaved)]
         crossing = [(upper, lower) for upper, lower in tiles if upper[0] != lower[0]]
-        if kind in (A2A_GEMM, GEMM_A2A) or (kind == SCATTER and interleaved and world > 2):
+        if kind in (Kind.A2A_GEMM, Kind.GEMM_A2A) or (kind == Kind.SCATTER and interleaved and world > 2):
             assert not crossing, "another block of columns, or a block that takes turns"
-        elif kind == SCATTER and adds:
+        elif kind == Kind.SCATTER and adds:
             assert not [upper for upper, (block, _) in crossing if block == 0]
         elif chunks % 2 and world > 1:
             assert crossing
@@ -182,7 +175,7 @@ def test_strips_of_two_blocks_share_a_tile_where_that_is_right(world: int, chunk
 
 
 def test_places_are_numbered_in_the_chunk_of_the_last_strip() -> None:
-    order = list(strip_order(GATHER, Topology(1, 2, 0), 1, Strips(3, 2, 2, 2)))
+    order = list(strip_order(Kind.GATHER, Topology(1, 2, 0), 1, Strips(3, 2, 2, 2)))
     own, peer = (0, 0), (1, 0)
     assert [units for _, units in order] == [(own, own)] * 2 + [(own, peer)] * 2 + [(peer, peer)] * 2
     assert [place for place, _ in order] == [(*own, 0), (*own, 1), *((*peer, number) for number in range(4))]

@@ -24,10 +24,10 @@ from overlap_train.ops.ag_gemm import ChunkedGather
 from overlap_train.ops.gemm_rs import ChunkedScatter
 from overlap_train.ops.plan import EnginePlan
 from overlap_train.ops.table import IN_NODE
-from overlap_train.schedule.order import GATHER, SCATTER
+from overlap_train.schedule.kinds import Kind
 from overlap_train.select.choose import Choice
 from overlap_train.select.method import Method
-from overlap_train.select.passes import SCATTER_AND_WGRAD, Pass
+from overlap_train.select.passes import Pass
 from overlap_train.select.table import Winner, key_of, path_of, read, save
 from overlap_train.tools.measure.cases import Case
 from overlap_train.tools.measure.results import Results
@@ -38,7 +38,7 @@ from overlap_train.tools.tune.command import keep
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer
 
-GATHERS, SCATTERS = IN_NODE[GATHER], IN_NODE[SCATTER]
+GATHERS, SCATTERS = IN_NODE[Kind.GATHER], IN_NODE[Kind.SCATTER]
 
 CPU = torch.device("cpu")
 M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of the model "tiny": qkv and fc1 [64, 32], proj and fc2 [32, 32]
@@ -97,10 +97,10 @@ def _train(rank: int, world: int, folder: str) -> Choices:
 
 
 PASSES = {  # of one rank of two
-    "fc1/fprop": Pass(GATHER, M, INSIDE // 2, OUTSIDE, torch.float32, 2),
-    "fc1/dgrad": Pass(SCATTER_AND_WGRAD, M, OUTSIDE, INSIDE // 2, torch.float32, 2),
-    "fc2/fprop": Pass(SCATTER, M, OUTSIDE, OUTSIDE // 2, torch.float32, 2),
-    "fc2/dgrad": Pass(GATHER, M, OUTSIDE // 2, OUTSIDE, torch.float32, 2),
+    "fc1/fprop": Pass(Kind.GATHER, M, INSIDE // 2, OUTSIDE, torch.float32, 2),
+    "fc1/dgrad": Pass(Kind.SCATTER_AND_WGRAD, M, OUTSIDE, INSIDE // 2, torch.float32, 2),
+    "fc2/fprop": Pass(Kind.SCATTER, M, OUTSIDE, OUTSIDE // 2, torch.float32, 2),
+    "fc2/dgrad": Pass(Kind.GATHER, M, OUTSIDE // 2, OUTSIDE, torch.float32, 2),
 }
 
 

@@ -21,7 +21,8 @@ from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops.launch import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
-from overlap_train.schedule.order import GEMM_A2A, SCATTER, Topology, units_in_run
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology, units_in_run
 from overlap_train.select.tiling import HOPPER_TILE
 
 
@@ -300,7 +301,7 @@ def at_outbox(name: str, *arguments: Any) -> list[tuple[Any, ...]]:
 def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:
     """adds: the kernel adds the peers' partials, unless it exchanges. gave_up: a wait did."""
     adds, loads = adds and not exchange, Loads(min(SMS, HOPPER_TILE.count(p.m_shard, p.n) * p.world))
-    run = units_in_run(GEMM_A2A if exchange else SCATTER, p.world, p.chunks, direct, adds)
+    run = units_in_run(Kind.GEMM_A2A if exchange else Kind.SCATTER, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
     switches = (p.world, p.topology.local, p.chunks, run, direct, adds)
     python_of(scatter._load, **loads.names(), **ORDER, gl=loads.language)(

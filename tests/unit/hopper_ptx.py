@@ -73,7 +73,8 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         STAGES_DIRECT,
         STEP,
     )
-    from overlap_train.schedule.order import GEMM_A2A, SCATTER, units_in_run
+    from overlap_train.schedule.kinds import Kind
+    from overlap_train.schedule.order import units_in_run
     from overlap_train.select.tiling import HOPPER_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
@@ -88,7 +89,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
-        kind = GEMM_A2A if constants["EXCHANGE"] else SCATTER
+        kind = Kind.GEMM_A2A if constants["EXCHANGE"] else Kind.SCATTER
         constants["RUN"] = units_in_run(
             kind, constants["WORLD"], constants["CHUNKS"], constants["DIRECT"], constants["REDUCE"]
         )

@@ -22,7 +22,8 @@ from overlap_train.schedule.inter_node import (
     most_in_flight,
     send_recvs,
 )
-from overlap_train.schedule.order import A2A_GEMM, GATHER, GEMM_A2A, SCATTER, Topology, chunks_after_own, chunks_by_rows
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology, chunks_after_own, chunks_by_rows
 
 CHUNKS = (1, 2, 4, 8)
 SIZES = [(2, 1), (2, 2), (3, 1), (3, 2), (8, 1), (4, 8)]
@@ -34,7 +35,12 @@ def short(steps: Iterable[Step]) -> str:
 
 
 def test_the_oldest_arrives_before_a_third_starts_but_of_a_scatter() -> None:
-    assert [most_in_flight(kind, 7) for kind in (SCATTER, GATHER, A2A_GEMM, GEMM_A2A)] == [7, 2, 2, 2]
+    assert [most_in_flight(kind, 7) for kind in (Kind.SCATTER, Kind.GATHER, Kind.A2A_GEMM, Kind.GEMM_A2A)] == [
+        7,
+        2,
+        2,
+        2,
+    ]
     flight = InFlight(4, 2)
     assert [short(flight.start()) for _ in range(4)] == ["+0", "+1", "-0 +2", "-1 +3"]
     assert short(flight.finish()) == "-2 -3"
@@ -56,7 +62,7 @@ def test_exchanges_of_an_operand_go_ahead_as_far_as_its_product() -> None:
 
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 def test_everything_that_leaves_is_enqueued_once_and_products_before_their_exchange(nodes: int, local: int) -> None:
-    for kind, chunks, rank in product((SCATTER, GEMM_A2A), CHUNKS, (0, nodes * local - 1)):
+    for kind, chunks, rank in product((Kind.SCATTER, Kind.GEMM_A2A), CHUNKS, (0, nodes * local - 1)):
         topology = Topology(nodes, local, rank)
         exchanges = send_recvs(kind, topology, chunks)
         steps = leaving(kind, topology, chunks, len(exchanges))
@@ -112,7 +118,7 @@ class Engine:
 def exchanges_of(engine: Engine) -> ResultExchanges:
     call: Any = SimpleNamespace(rank=0, chunk_of=lambda rank, chunk: torch.zeros(1))
     numbered = tuple(SimpleNamespace(number=number, for_another=False) for number in range(4))
-    plan: Any = SimpleNamespace(send_recvs=numbered, kind=SCATTER, beside_wgrad=False)
+    plan: Any = SimpleNamespace(send_recvs=numbered, kind=Kind.SCATTER, beside_wgrad=False)
     return ResultExchanges(engine, call, plan)  # type: ignore[arg-type]
 
 

@@ -15,14 +15,15 @@ from overlap_train.gpu.ptx_check import WORD_STORED, missing
 from overlap_train.group.slots import SLOTS, Layout
 from overlap_train.ops.plan import Plan, make_plan, why_not
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
-from overlap_train.schedule.order import A2A_GEMM, GATHER, Topology
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology
 from overlap_train.select.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, serves
 from overlap_train.select.passes import Pass
 from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
-FEW = Pass(GATHER, 256, 7168, 4096, BF16, 4)
+FEW = Pass(Kind.GATHER, 256, 7168, 4096, BF16, 4)
 
 
 def plan(rows: int, k: int, method: str = LOW_LATENCY, spec=ALL_GATHER_LINEAR) -> Plan:  # type: ignore[no-untyped-def]
@@ -58,7 +59,7 @@ def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
 
 def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:
     assert all(serves(pass_) for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad))
-    assert not any(serves(pass_) for pass_ in (replace(FEW, m=1 << 16), replace(FEW, kind=A2A_GEMM)))
+    assert not any(serves(pass_) for pass_ in (replace(FEW, m=1 << 16), replace(FEW, kind=Kind.A2A_GEMM)))
 
 
 def test_flagged_words_lie_behind_the_blocks() -> None:

@@ -23,7 +23,8 @@ from overlap_train.nodes.engines import Piece
 from overlap_train.nodes.nvshmem import NvshmemPuts
 from overlap_train.nodes.slots import Place
 from overlap_train.schedule.inter_node import send_recvs
-from overlap_train.schedule.order import GATHER, Topology
+from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology
 from overlap_train.symmetric.bounded import Callers
 
 CPU = torch.device("cpu")
@@ -230,7 +231,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 def exchange(transport: Any, elements: int = 4) -> None:
     pieces = [Piece(torch.zeros(elements), torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
-    transport.exchange(send_recvs(GATHER, TOPOLOGY, 1)[0], *pieces)
+    transport.exchange(send_recvs(Kind.GATHER, TOPOLOGY, 1)[0], *pieces)
 
 
 @needs_nccl

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from ... import OverlapConfig, shutdown
 from ...config import METHODS
 from ...flags import NETWORKS, PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int, shown
-from ...schedule.order import A2A_GEMM, GEMM_A2A
 from ...select.method import Method
 from ..measure import world
-from ..measure.cases import LAYERS, OPS, PASSES, PUBLISHED, WEIGHTS
+from ..measure.cases import EXCHANGES, LAYERS, OPS, PASSES, PUBLISHED, WEIGHTS
 from ..measure.models import TINY
 from ..measure.results import Results, hardware
 from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
@@ -37,7 +36,7 @@ LAYERS_HELP = (
     "MODEL-mlp or MODEL-attn; default: both of llama3-8b (the MLP also with 4096) and llama3-70b, and qwen3-32b-mlp"
 )
 PARTS = ("operators", "blocks")
-ALL_OPS = (*OPS, GEMM_A2A, A2A_GEMM)
+ALL_OPS = (*OPS, *EXCHANGES)
 TABLES_1_2 = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b")  # of the Ditron paper
 Contests = Iterator[turns.Contest]
 

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from ...group.domain import OverlapDomain
 from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
-from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
+from ...schedule.kinds import Kind
 from ...select.choose import choose
 from ...select.low_latency import serving
+from ...select.reach import reach_of
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
-from ..measure.cases import OPS, WEIGHTS, Case, cases_of, weight_of
+from ..measure.cases import EXCHANGES, OPERATORS, OPS, WEIGHTS, Case, cases_of, weight_of
 from ..measure.models import MODELS
 from ..measure.results import Row
 from ..measure.runs import Inputs, Operands, Run, Session, inputs_of, overlapped, side_by_side
@@ -80,7 +81,7 @@ def exchange_cases(models: Names, tokens: Sequence[int], passes: Names, world: i
     return [
         case
         for name, m, *weights in shapes
-        for op, weight in zip((GEMM_A2A, A2A_GEMM), weights, strict=True)
+        for op, weight in zip(EXCHANGES, weights, strict=True)
         for case in cases_of(name, op, weight, m, world, name, passes)
     ]
 
@@ -93,10 +94,10 @@ def hierarchical_cases(
     rows, features, step = (16, 32, 32) if tiny else (ROWS, FEATURES, _STEP)
     flops = {} if tiny else _flops_beside_the_network(session, ops, node_ranks)
     for op in ops:
-        kept = features * (world // node_ranks if op in EXCHANGES else 1)
+        kept = features * (world // node_ranks if OPERATORS[op].exchanges else 1)
         steps = [1, 2] if tiny else [round(ratio * flops[op] / (2 * rows * kept * step)) for ratio in ratios]
         for other in (world * step * max(1, count) for count in steps):
-            weight = (other, kept) if op in ("ag_gemm", A2A_GEMM) else (kept, other)
+            weight = (other, kept) if OPERATORS[op].receives else (kept, other)
             found += [Case("", op, pass_, rows, *weight) for pass_ in passes]
     return found
 
@@ -146,7 +147,7 @@ def _slot_bytes(case: Case, session: Session) -> int:
     """Bytes of a slot for the largest call of a case; long exchanges pass in parts."""
     needed = case.slot_bytes(session.world.size, session.settings.dtype)
     most = session.settings.config.exchange_mib * (1 << 20) // SLOTS
-    return min(needed, most) if case.op in EXCHANGES else needed
+    return min(needed, most) if case.kind.exchanges else needed
 
 
 def contest_of(
@@ -156,10 +157,10 @@ def contest_of(
     world, dtype, own = session.world, str(session.settings.dtype).removeprefix("torch."), domains[0]
     ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, own, session).items()}
     baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), groups)
-    if own.topology.nodes > 1:  # PyTorch's async-TP stays in a node
+    if not reach_of(own.topology.nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
         baselines.pop("async_tp", None)
     names = ["sequence", "async_tp", "gemm", "comm"]
-    names += ["three_gemms"] * (case.op in EXCHANGES) + ["by_nodes"] * bool(groups)
+    names += ["three_gemms"] * case.kind.exchanges + ["by_nodes"] * bool(groups)
 
     def row(ms: Mapping[str, float]) -> Row:
         bound = ms["sequence"] / max(ms["gemm"], ms["comm"])
@@ -174,7 +175,7 @@ def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, 
     """The methods that serve a case in a domain, by the names of their times. NCCL alone is the same in every domain."""
     planned, nodes, found = case.planned(session.world.size, session.settings.dtype), domain.topology.nodes, {}
     suffix, told = "" if domain is own else f", {sms_of(domain)} SMs", dict[str, Any]()
-    if nodes > 1:
+    if not reach_of(nodes).has_rules:
         sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
         told = {"network_sms": sms_of(domain), "probe_sms": sms_of(own), "reduce_sms": sums}
         told |= {"nodes": nodes, "emulated": pretends()}
@@ -183,7 +184,7 @@ def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, 
         if domain is own or choice.method != "collective":
             run = (
                 exchanged(case, domain, method)
-                if case.op in EXCHANGES
+                if case.kind.exchanges
                 else overlapped(case, domain, choice, inputs.first)
             )
             found[method + suffix] = Way(run, method, told)
@@ -198,7 +199,7 @@ def sms_of(domain: OverlapDomain) -> int:
 def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
     """A pass of Ulysses as users call it: long sequences in parts. The dgrad of one operator, without a weight gradient, runs as
     the other's forward pass does."""
-    operator = linear_all_to_all if case.kind == GEMM_A2A else all_to_all_linear
+    operator = linear_all_to_all if case.kind.splits_columns else all_to_all_linear
     config, name = replace(domain.config, method=method), f"{case.op}/{case.pass_}"
     return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
 
@@ -206,14 +207,14 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
 def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: TwoSteps | None) -> dict[str, Run]:
     """The baselines of a pass; `sets` are all inputs that they will get. Buffers that a framework would reuse are reused."""
     like, kind, found = sets[0], case.kind, dict[str, Run]()
-    buffer = torch.empty_like(like.whole) if kind == GATHER else like.whole
-    if kind == GATHER:
+    buffer = torch.empty_like(like.whole) if kind.gathers else like.whole
+    if kind.gathers:
         found["async_tp"] = lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1]
         found["comm"] = lambda o: world.gather(o.left, buffer)
-    elif kind == SCATTER:
+    elif kind.reduces:
         found["async_tp"] = lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group)
         found["comm"] = lambda o: world.scatter(o.whole)
-    elif kind == A2A_GEMM:
+    elif kind.sums_blocks:
         found["comm"] = lambda o: world.exchange(o.left)
     else:
         blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
@@ -224,15 +225,15 @@ def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: Two
     return found | {"sequence": one_after_the_other(kind, world, buffer), "gemm": gemm}
 
 
-def one_after_the_other(kind: str, by: World | TwoSteps, buffer: torch.Tensor) -> Run:
+def one_after_the_other(kind: Kind, by: World | TwoSteps, buffer: torch.Tensor) -> Run:
     """The communication of a pass, in one step or in two, and its GEMM. buffer: for what is gathered."""
-    runs: dict[str, Run] = {
-        GATHER: lambda o: by.gather(o.left, buffer) @ o.right,
-        SCATTER: lambda o: by.scatter(o.left @ o.right),
-        GEMM_A2A: lambda o: by.exchange(blocks_for(by.size, o.left @ o.right)),
-        A2A_GEMM: lambda o: side_by_side(by.size, by.exchange(o.left)) @ o.right,
-    }
-    return runs[kind]
+    if kind.gathers:
+        return lambda o: by.gather(o.left, buffer) @ o.right
+    if kind.reduces:
+        return lambda o: by.scatter(o.left @ o.right)
+    if kind.sums_blocks:
+        return lambda o: side_by_side(by.size, by.exchange(o.left)) @ o.right
+    return lambda o: by.exchange(blocks_for(by.size, o.left @ o.right))
 
 
 def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
@@ -264,7 +265,10 @@ def three_weights(case: Case, right: torch.Tensor, ranks: int) -> list[torch.Ten
     projections, and in an output projection's gradient nothing is q. Cuts are at whole heads of 128, where there are so many
     columns: 683 of 4096 would leave cuBLAS only kernels without TMA, as rows would not begin at 16 bytes.
     """
-    rows, model = right.t().unflatten(0, (ranks, -1)), MODELS.get(case.model) if case.op == GEMM_A2A else None
+    rows, model = (
+        right.t().unflatten(0, (ranks, -1)),
+        MODELS.get(case.model) if OPERATORS[case.op].splits_columns else None,
+    )
     part = model.num_query_groups / (model.num_attention_heads + 2 * model.num_query_groups) if model else 1 / 3
     head = 128 if rows.shape[1] >= 6 * 128 else 1
     k = max(1, round(rows.shape[1] * part / head)) * head

@@ -30,10 +30,10 @@ from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
-from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
 from ...select.method import NAMES, Method
+from ...select.reach import reach_of
 from .cases import Case
 from .check import check, product_reference, scatter_reference
 from .results import Results
@@ -104,14 +104,14 @@ def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Op
         return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
 
     m, n, k, ranks = case.m, case.n, case.k, world.size
-    if case.op in EXCHANGES:
+    if case.kind.exchanges:
         weight = normal(n, k, shared)
     else:
         weight = normal(n // ranks, k) if case.op == "ag_gemm" else normal(n, k // ranks)
     right = weight.t() if case.pass_ == "fprop" else weight
-    if case.kind == SCATTER:
+    if case.kind.reduces:
         return Operands(normal(m, len(right)), right, normal(m, right.shape[1]))
-    if case.kind == A2A_GEMM:
+    if case.kind.sums_blocks:
         left = normal(m, len(right) // ranks)
         return Operands(left, right, side_by_side(ranks, world.exchange(left)))
     left = normal(m // ranks, len(right))
@@ -145,10 +145,10 @@ def inputs_of(case: Case, session: Session) -> Inputs:
     make = partial(make_operands, case, session.world, session.settings.dtype)
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
-    if case.kind == SCATTER:
+    if case.kind.reduces:
         reference = scatter_reference(first.left, first.right, session.world)
     else:  # the unsharded product, or this rank's columns of it
-        ranks, rank = (session.world.size, session.world.rank) if case.kind == GEMM_A2A else (1, 0)
+        ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
         reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
 
     def check_columns(name: str, found: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
@@ -194,11 +194,11 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
 
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
-            if kind == GATHER:
+            if kind.gathers:
                 return start_gather(domain, plan, tag, o.left).matmul(o.right)
-            if kind == SCATTER:
+            if kind.reduces:
                 return start_scatter(domain, plan, tag, o.left, o.right).finish()
-            if kind == GEMM_A2A:
+            if kind.splits_columns:
                 y = o.left.new_empty(ranks, len(o.left), o.right.shape[1] // ranks)
                 return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
             y = o.left.new_empty(len(o.left) // ranks, o.right.shape[1])
@@ -218,7 +218,7 @@ def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
 
 def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
     """Raise ValueError if the ranks are on several nodes and a method that was asked for stays inside one."""
-    inside = [method for method in asked if nodes > 1 and method in NAMES and not Method(method).crosses]
+    inside = [method for method in asked if method in NAMES and not reach_of(nodes).may_choose(method)]
     if inside:
         raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
 

@@ -106,8 +106,8 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
     """The last recorded call of each method; of linears the column linear's on the left, the row linear's on the right."""
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
-    spans_nodes, everything, lanes = "nodes" in recording["shape"], [s for some in calls.values() for s in some], LANES
-    if spans_nodes:
+    hierarchical, everything, lanes = "nodes" in recording["shape"], [s for some in calls.values() for s in some], LANES
+    if hierarchical:
         used = {lane_of(span, STAGES) for span in everything}
         lanes = tuple(lane for lane in STAGES if lane in used)  # a node of one rank adds nothing
     unit = (1000.0, "ms", 2) if length_of(everything) >= LONG else (1.0, "µs", 0)  # one: a reader compares panels
@@ -119,7 +119,7 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
             if (operator, method) not in calls:
                 axes.set_axis_off()
                 continue
-            storing = STORING if method == "direct" and not spans_nodes else ()
+            storing = STORING if method == "direct" and not hierarchical else ()
             _draw_lanes(axes, f"{operator} by {method}:", calls[operator, method], storing, unit, lanes)
             if one_after_the_other := calls.get((operator, "collective")):
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)

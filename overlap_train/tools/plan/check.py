@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ...schedule.order import EXCHANGES
 from ...select.choose import alone, choose
 from ...select.cost import Estimate, library_us, nccl_us
 from ...select.passes import Pass
@@ -69,13 +68,14 @@ def _operators(rows: list[Row], system: System) -> list[Compared]:
     """Rows of `bench operators`, and of `bench hierarchical` with the network of the record. Each half of the work once a
     shape."""
     found, seen = [], set()
-    nodes = rows[0].get("nodes", 2 if "network_sms" in rows[0] else 1)
-    if nodes > 1:
+    crosses = "network_sms" in rows[0]
+    nodes = rows[0].get("nodes", 1 + crosses)
+    if crosses:
         system = replace(system, nic_gbs=max(_network_gbs(row, nodes) for row in rows))
     for row in rows:
         case, p = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}", _pass_of(row)
         us = {row["method"]: (_by(row["method"], p, system, nodes).us, row["ms"])}
-        if case not in seen and nodes == 1:
+        if case not in seen and not crosses:
             seen.add(case)
             us |= {
                 "gemm": (library_us(system, p.rows, p.n, p.k), row["gemm_ms"]),
@@ -95,15 +95,14 @@ def _pass_of(row: Row) -> Pass:
 def _network_gbs(row: Row, nodes: int) -> float:
     """What NCCL alone carried between nodes. With several ranks in a node its rings cross once for all of them."""
     p = _pass_of(row)
-    far = p.world - p.world // nodes if p.kind in EXCHANGES else (p.world - 1) / (p.world // nodes)
+    far = p.world - p.world // nodes if p.kind.exchanges else (p.world - 1) / (p.world // nodes)
     return p.m // p.world * far * p.row_features * p.dtype.itemsize / row["comm_ms"] / 1e6
 
 
 def _by(method: str, p: Pass, system: System, nodes: int) -> Estimate:
     """An operator with nothing after it."""
     choice = choose(method, p, system, UNTUNED, nodes)
-    how = choice.how if nodes > 1 else alone(choice, p, system).how
-    return reach_of(nodes).estimate(p, how, system)
+    return reach_of(nodes).estimate(p, alone(choice, p, system).how, system)
 
 
 def _layers(rows: list[Row], system: System) -> list[Compared]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...schedule.order import A2A_GEMM, EXCHANGES, GEMM_A2A
+from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
 from ...select.cost import Estimate, library_us
 from ...select.method import NAMES, Method
-from ...select.passes import SCATTER_AND_WGRAD, Pass
+from ...select.passes import Pass
 from ...select.reach import reach_of
 from ...select.system import System
 from ...ulysses.parts import parts_that_hide
@@ -20,7 +20,7 @@ from ..measure.models import OPS_OF_LINEARS, Model
 
 METHODS = tuple(name for name in NAMES if not Method(name).few_rows)  # plans are for long sequences
 COLLECTIVE, OUTPUT = "collective", "output"
-_PROJECTIONS = {"qkv": GEMM_A2A, "proj": A2A_GEMM}  # what they are under Ulysses
+_PROJECTIONS = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}  # what they are under Ulysses
 _VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks
 
 
@@ -131,7 +131,7 @@ def _check(system: System, s: Strategy) -> None:
 
 
 def _predict(system: System, s: Strategy, case: Case) -> Prediction:
-    crossed = case.op in EXCHANGES
+    crossed = case.kind.exchanges
     p, nodes = case.planned(s.cp if crossed else s.tp, torch.bfloat16), s.cp_nodes if crossed else s.tp_nodes
     is_backward, reach, chosen = case.pass_ == "dgrad", reach_of(nodes), untuned(p, system, nodes).method
     names = dict.fromkeys([*filter(reach.may_choose, METHODS), chosen])
@@ -139,7 +139,7 @@ def _predict(system: System, s: Strategy, case: Case) -> Prediction:
         name: reach.estimate(p, with_options(name, p, system, nodes=nodes), system, is_backward) for name in names
     }
     gemm_us = library_us(system, p.rows, p.n, p.k) + (library_us(system, p.k, p.n, p.rows) if is_backward else 0.0)
-    nccl_us = reach.collective_us(p, system) * (1 + (p.kind == SCATTER_AND_WGRAD))  # x is sent again
+    nccl_us = reach.collective_us(p, system) * (1 + p.kind.before_wgrad)  # x is sent again
     direction = "backward" if is_backward else "forward"
     return Prediction(case.model, direction, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen)
 
@@ -147,9 +147,9 @@ def _predict(system: System, s: Strategy, case: Case) -> Prediction:
 def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Prediction) -> Prediction:
     """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart
     across nodes. features: that are exchanged, of all ranks."""
-    exchange = Pass(A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
+    exchange = Pass(Kind.A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
     nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
-    parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if s.nodes == 1 else 1
+    parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if reach_of(s.nodes).has_rules else 1
 
     def both(name: str, one: Estimate) -> Estimate:
         apart = name == COLLECTIVE or parts == 1

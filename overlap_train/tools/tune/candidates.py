@@ -19,23 +19,22 @@ from ...group.signals import Tag
 from ...nodes.choice import network_chunks_of
 from ...ops.plan import planner_of
 from ...ops.table import start_gather, start_scatter
-from ...schedule.order import A2A_GEMM, EXCHANGES, GATHER, GEMM_A2A, SCATTER
 from ...select.choose import Choice, Took, fastest, untuned
 from ...select.low_latency import serving
 from ...select.method import CHUNK_COUNTS, Method
-from ...select.passes import SCATTER_AND_WGRAD, Pass
+from ...select.passes import Pass
 from ...select.reach import reach_of
 from ...select.system import System
 from ...select.table import Winner
 from ...select.tiles import chunks_of, copy_us, saves_a_wave
 from ...select.tiling import equal_chunks
 from ...ulysses.parts import cut_exchange
-from ..measure.cases import Case, cases_of, check_divisible
+from ..measure.cases import OPERATORS, Case, cases_of, check_divisible
 from ..measure.models import MODELS, OPS_OF_LINEARS
 from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of, tag_of
 from ..measure.timing import Call
 
-_EXCHANGED = {"qkv": GEMM_A2A, "proj": A2A_GEMM}
+_EXCHANGED = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}
 # A barrier takes 10 microseconds; collisions of shorter copies cost less than that.
 _SHORT_COPY_US = 40.0
 _SHORTEST_MESSAGE = 1 << 20  # between nodes: what a NIC sends within the latency of a message
@@ -50,7 +49,7 @@ def model_cases(model: str, rows: Iterable[int], ranks: int, ulysses: bool = Fal
             continue
         check_divisible("--seq", m, ranks)
         if ulysses:
-            features = weights[slot][0 if op == GEMM_A2A else 1]  # that are sent, of two bytes each
+            features = weights[slot][0 if OPERATORS[op].splits_columns else 1]  # that are sent, of two bytes each
             ((_, positions), *_) = cut_exchange(m // ranks, 1, features * 2, OverlapConfig())
             m = positions * ranks
         found += cases_of(slot, op, weights[slot], m, ranks, f"--model {model}: {slot}")
@@ -81,13 +80,13 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
     on one link.
     """
     plain, system = Method(name), System.of(device)
-    if nodes > 1:
+    if not reach_of(nodes).has_rules:
         return _in_chunks(pass_, plain, system, nodes, gbs)
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
-    is_free = pass_.kind in (GATHER, SCATTER)
+    is_free = not (pass_.kind.exchanges or pass_.kind.before_wgrad)
     collides = pass_.world > 2 and plain.pushes and copy_us(pass_, system) > _SHORT_COPY_US and is_free
-    splits = plain.splits and (pass_.kind == SCATTER_AND_WGRAD or saves_a_wave(pass_, system))
+    splits = plain.splits and (pass_.kind.before_wgrad or saves_a_wave(pass_, system))
     options = itertools.product(*((False, True) if may else (False,) for may in (cuts, splits, collides)))
     return [Method(name, *each) for each in options]
 
@@ -96,7 +95,7 @@ def _in_chunks(pass_: Pass, plain: Method, system: System, nodes: int, gbs: floa
     """The plan's own number of chunks, and all others that cut a block into equal chunks, none too short for a message. `chunked`
     multiplies whole blocks in an all-to-all of CPU processes, where more chunks would be messages for nothing."""
     on_gpu = system.type == "cuda"
-    if not plain.pushes or (not plain.multiplies and pass_.kind in EXCHANGES and not on_gpu):
+    if not plain.pushes or (not plain.multiplies and pass_.kind.exchanges and not on_gpu):
         return [plain]
     rows = pass_.m // pass_.world
     most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
@@ -126,7 +125,7 @@ def _working(case: Case, names: Sequence[str], domain: OverlapDomain, session: S
     inputs, calls = inputs_of(case, session), {}
     planned, nodes = case.planned(domain.world_size, session.settings.dtype), domain.topology.nodes
     domain.span.settled(domain.config)  # the network is measured
-    run_of = _backward if planned.kind == SCATTER_AND_WGRAD else overlapped
+    run_of = _backward if planned.kind.before_wgrad else overlapped
     for how in [way for name in names for way in ways_of(planned, name, domain.device, nodes, domain.span.network_gbs)]:
         run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
         problem = problem_of(case.name, run, inputs, session.world, inputs.check)
@@ -141,7 +140,7 @@ def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands)
     """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
     ends under that gradient would look slower than it is."""
     plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole = planner_of(domain.topology, domain.config).sent_again(replace(plan, kind=GATHER))
+    whole = planner_of(domain.topology, domain.config).sent_again(replace(plan, kind=plan.kind.dgrad))
     wgrad = Tag(f"{tag.op}/wgrad", tag.what)
 
     def run(o: Operands) -> torch.Tensor:

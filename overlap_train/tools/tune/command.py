@@ -18,6 +18,7 @@ from ... import OverlapConfig, shutdown
 from ...config import flag_name
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
 from ...select.method import NAMES
+from ...select.reach import reach_of
 from ...select.table import LEFT_OUT, Key, Winner, key_of, save
 from ..measure import world
 from ..measure.cases import Case, cases_of
@@ -166,7 +167,7 @@ def tune(asked: Tune, cases: list[Case]) -> int:
 def where_kept(folder: str, key: Key) -> str:
     """The file of the winners, and how to train so that it is looked for."""
     ways = [] if folder == OverlapConfig().tuning_dir else [f"{flag_name('tuning_dir')} {folder}"]
-    if key.nodes > 1 and key.gpu != "cpu":
+    if not reach_of(key.nodes).has_rules and key.gpu != "cpu":
         ways += [
             "CUDA_DEVICE_MAX_CONNECTIONS=1" if key.queues == "one" else "CUDA_DEVICE_MAX_CONNECTIONS unset, or not 1"
         ]
