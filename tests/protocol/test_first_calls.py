@@ -79,7 +79,7 @@ def _absent(rank: int, world: int, how: str) -> tuple[str, float]:
     if how == "second shape":
         _column(config)
     if rank == 1:
-        time.sleep(TIMEOUT_S + 3)
+        time.sleep(TIMEOUT_S + 1.5)
         return "", 0.0
     begin = time.monotonic()
     with pytest.raises(OverlapTimeoutError) as caught, pytest.warns(UserWarning, match=f"rank {rank} has waited"):

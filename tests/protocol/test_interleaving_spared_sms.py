@@ -103,7 +103,7 @@ def sparing(machine: NodeSimulation, problem: Build, beside: list[int] | None = 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_products_leave_the_network_its_sms(name: str, world: int) -> None:
     machine, beside = NodeSimulation(world, node_ranks=world // 2), []
-    assert_passes(sparing(machine, OPERATORS[name](machine), beside), range(4 // world))
+    assert_passes(sparing(machine, OPERATORS[name](machine), beside), range(8 // world))
     assert any(beside), "no product ran beside an exchange, so nothing was shown"
 
 

@@ -7,9 +7,7 @@ bytes and between two words of 16.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Hashable
-from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,32 +149,6 @@ def test_launches_of_one_key_are_compiled_alike(name: str, monkeypatch: pytest.M
         site(domain, making(unaligned))
     assert all(len(binaries) == 1 for binaries in found.values()), "one key, several binaries"
     assert len(set().union(*found.values())) == operands + 1, "every operand was aligned once, and once was not"
-
-
-@pytest.mark.parametrize("name", SITES)
-def test_80_layers_of_one_shape_share_a_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So their kernel is warmed up and its PTX read once: test_packed_launch.py."""
-    site, described = SITES[name][0], Counter[str]()
-
-    def run(cache: Any, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:
-        if cache._packed.get(key) is None:
-            described[cache._packed.put(key, describe()).kernel.fn.__name__] += 1
-
-    monkeypatch.setattr(LaunchCache, "run", run)
-    machine = NodeSimulation(WORLD) if site is node_sum else Simulation(WORLD, device_waits=True)
-    domain, make = a_domain(machine), making(None)
-    open_once = domain.workspace.open
-    tags = (tag_of(f"layers.{layer}") for layer in count())
-
-    def open_in_a_layer(shape: torch.Size, dtype: torch.dtype, tag: Any) -> Any:
-        call = open_once(shape, dtype, TAG)
-        call.tag = next(tags)
-        return call
-
-    domain.workspace.open = open_in_a_layer
-    for _ in range(80):
-        site(domain, make)
-    assert described[name] == 1
 
 
 def test_few_rows_leave_the_sms_of_an_exchange_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -476,10 +476,9 @@ def _check_fault(fault: str, operators: tuple[str, ...]) -> None:
     assert found == (fault != "none"), said
 
 
-def _victim(rank: int, world: int, how: str) -> tuple[str, float]:
+def _victim(rank: int, world: int, how: str, operators: str) -> tuple[str, float]:
     """Rank 3, of node 1, meets its end in the third step; the others tell what they saw and when."""
-    config = case_of(2, timeout_s=TIMEOUT_S).config
-    step = partial(_step, config)
+    step = partial(_step, case_of(2, timeout_s=TIMEOUT_S).config, *PAIRS[operators])
     step()
     step()
     if rank == 3:
@@ -497,25 +496,29 @@ def _victim(rank: int, world: int, how: str) -> tuple[str, float]:
     return "no error", 0.0
 
 
-def _step(config: OverlapConfig) -> None:
+PAIRS = {"tensor": (all_gather_linear, linear_reduce_scatter), "ulysses": (linear_all_to_all, all_to_all_linear)}
+
+
+def _step(config: OverlapConfig, first: Callable[..., torch.Tensor], second: Callable[..., torch.Tensor]) -> None:
+    """Of linears that each have as many outputs as inputs of a rank."""
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
-    hidden = all_gather_linear(x, w, group=dist.group.WORLD, config=config)
-    y = linear_reduce_scatter(hidden, w, group=dist.group.WORLD, config=config)
+    y = second(first(x, w, group=dist.group.WORLD, config=config), w, group=dist.group.WORLD, config=config)
     y.sum().backward()
-    assert bool((y == 64 * dist.get_world_size()).all())
+    assert bool((y == 64 * (dist.get_world_size() if second is linear_reduce_scatter else 1)).all())
 
 
+@pytest.mark.parametrize("operators", PAIRS)
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_dead_or_stopped_rank_of_another_node_is_named(how: str) -> None:
-    *outcomes, victim = run_ranks(4, _victim, how, limit_s=40, grace_s=TIMEOUT_S + 6)
+def test_a_dead_or_stopped_rank_of_another_node_is_named(how: str, operators: str) -> None:
+    *outcomes, victim = run_ranks(4, _victim, how, operators, limit_s=40, grace_s=TIMEOUT_S + 6)
     assert victim.value is None and victim.exit_code == -signal.SIGKILL
-    messages = [_message(outcome) for outcome in outcomes]
-    assert (
-        "of rank 3 (of node 1, over the network to this node 0" in messages[1]
-        or "could not send to rank 3" in messages[1]
-    )
-    assert "of rank 3" in messages[2]
-    assert "of rank" in messages[0]  # by way of rank 1, which gave up, too
+    own, twin, beside = map(_message, outcomes)
+    assert "of rank 3 (of node 1, over the network to this node 0" in twin or "could not send to rank 3" in twin
+    if operators == "tensor":
+        assert "of rank" in own and "of rank 3" in beside, "rank 0 by way of rank 1, which gave up, too"
+    else:
+        assert "of rank 3 (of node 1, by way of rank 1 of this node 0; the network between them may be down)" in own
+        assert "(of node 0, by way of rank 3 of this node 1" in beside or "of rank 3 (of this node 1" in beside
 
 
 def _message(outcome: Outcome) -> str:
@@ -523,4 +526,4 @@ def _message(outcome: Outcome) -> str:
     message, seconds = outcome.value
     assert "chunk" in message or "could not send" in message
     assert seconds < 3 * TIMEOUT_S + 3
-    return message
+    return str(message)

@@ -36,7 +36,7 @@ def tiles_of(strips: int, units: int, columns: int, group: int) -> list[tuple[St
     return [(strip(2 * pair, strips, units), strip(2 * pair + 1, strips, units), col) for pair, col in tiles]  # type: ignore[operator]
 
 
-RUNS = list(product((1, 2, 3, 4, 5, 8), (1, 2, 3, 4, 7), (1, 3), (1, 2, 8)))  # strips, units, columns, group
+RUNS = list(product((1, 2, 3, 4), (1, 2, 3), (1, 3), (1, 2)))  # strips, units, columns, group
 
 
 @pytest.mark.parametrize(("strips", "units", "columns", "group"), RUNS)
