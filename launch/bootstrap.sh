@@ -131,32 +131,13 @@ install_tested() {
     if has_gpu; then extras=$extras,nvshmem; fi
     step "installing $(pinned torch) and $(pinned megatron-core) ($size)" \
         pip_install -c "$constraints" torch megatron-core setuptools || give_up "could not install torch and megatron-core"
-    start_compiling
     step "installing overlap-train and its test and lint tools (100 MB)" \
-        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || {
-        stop_compiling
-        give_up "could not install overlap-train"
-    }
-    stop_compiling
+        pip_install -c "$constraints" --no-build-isolation -e ".[$extras]" || give_up "could not install overlap-train"
     step "compiling Python files (half a minute)" compile_python_files
 }
 
 # A fifth of all Python text, 10 s of one core: tests of other packages, and mypy, which runs from its own libraries.
 never_imported='site-packages/(.*/)?(tests?|mypyc?)/'
-
-# Compiles what the first pip has installed, on a core that the second one leaves idle. Python compares time and size of a source
-# with its compiled file: one that pip writes meanwhile is compiled again.
-start_compiling() {
-    "$env/bin/python" -m compileall -q -x "$never_imported" "$env/lib" >/dev/null 2>&1 </dev/null &
-    compiling=$!
-    trap stop_compiling EXIT
-}
-
-stop_compiling() {
-    trap - EXIT
-    kill "$compiling" 2>/dev/null || true
-    wait "$compiling" 2>/dev/null || true
-}
 
 # Uses all cores, where pip would use one. Without it every process of every test would compile torch and Megatron again under
 # PYTHONDONTWRITEBYTECODE, 4 s each.

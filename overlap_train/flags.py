@@ -33,7 +33,6 @@ def option(
     default: Any,
     help: str,
     *,
-    group: str = "",
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
@@ -42,9 +41,9 @@ def option(
 ) -> Any:
     """A field that is a flag. A bool is a switch. A tuple holds values separated by commas, one of `choices` or read by `parse`.
 
-    spaced: a tuple's values are separated by blanks. repeated: each flag adds one. group: heading in --help.
+    spaced: a tuple's values are separated by blanks. repeated: each flag adds one.
     """
-    metadata = {"help": help, "group": group, "choices": choices, "parse": parse, "metavar": metavar}
+    metadata = {"help": help, "choices": choices, "parse": parse, "metavar": metavar}
     return field(default=default, metadata={**metadata, "spaced": spaced, "repeated": repeated})
 
 
@@ -65,17 +64,11 @@ def shown(options: Any, name: str) -> str:
 
 def add_options(parser: Any, options: Any, prefix: str = "") -> Any:
     """Add the flags of a dataclass, or of an instance whose values are the defaults, to a parser or group; returns it."""
-    groups: dict[str, Any] = {"": parser}
     for found in option_fields(options):
-        title = found.metadata.get("group", "")
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
         default = found.default if isinstance(options, type) else getattr(options, found.name)
         text = found.metadata["help"] + _default_shown(default)
         # A flag that is not given is not in the namespace: Megatron prints all arguments, and a None would look like the setting.
-        groups[title].add_argument(
-            flag(found.name, prefix), default=argparse.SUPPRESS, help=text, **_reading(found, default)
-        )
+        parser.add_argument(flag(found.name, prefix), default=argparse.SUPPRESS, help=text, **_reading(found, default))
     return parser
 
 

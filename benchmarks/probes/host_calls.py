@@ -10,10 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-from overlap_train.group.signals import Tag
-from overlap_train.ops.plan_cache import plan_of
-from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from overlap_train.ops.table import start_gather, start_scatter
 
 METHODS = ("low_latency", "direct", "fused", "collective")
 Call = Callable[[], object]
@@ -72,30 +68,10 @@ def linears_of(o: Operands) -> dict[str, dict[str, Linear]]:
     return {"column": column, "row": row, "both": {method: column[method] + row[method] for method in column}}
 
 
-def alone(o: Operands, method: str) -> dict[str, Call]:
-    """The engines of both linears as `bench` times them: no look-up of a plan, no autograd, the weight transposed before."""
-    group, config, x, h = dist.group.WORLD, OverlapConfig(method=method), o.x.detach(), o.h.detach()
-    first = plan_of(ALL_GATHER_LINEAR, x, o.column, None, group, config, "gather")
-    second = plan_of(LINEAR_REDUCE_SCATTER, h, o.row, None, group, config, "scatter")
-    domain, gathering, scattering = first.domain, first.plan.fprop, second.plan.fprop
-    b, c, tag = o.column.detach().t(), o.row.detach().t(), Tag("alone", "alone")
-
-    def gather() -> torch.Tensor:
-        with domain.operator(tag, gathering.slots):
-            return start_gather(domain, gathering, tag, x).matmul(b)
-
-    def scatter() -> torch.Tensor:
-        with domain.operator(tag, scattering.slots):
-            return start_scatter(domain, scattering, tag, h, c).finish()
-
-    return {"column": gather, "row": scatter}
-
-
 def sequence(o: Operands) -> dict[tuple[str, str], Call]:
     """What the method `collective` does, written out: no checks, no plan, no autograd. By operator and pass."""
     x, h, dy, dz = o.x.detach(), o.h.detach(), o.dy, o.dz
     column, row = o.column.detach(), o.row.detach()
-    b, c = column.t(), row.t()
 
     def gather(shard: torch.Tensor) -> torch.Tensor:
         whole = shard.new_empty(len(shard) * dist.get_world_size(), shard.shape[1])
@@ -116,8 +92,6 @@ def sequence(o: Operands) -> dict[tuple[str, str], Call]:
         return torch.mm(whole, row), torch.mm(whole.t(), h)
 
     found: dict[tuple[str, str], Call] = {
-        ("column", "alone"): lambda: torch.mm(gather(x), b),
-        ("row", "alone"): lambda: scatter(torch.mm(h, c)),
         ("column", "fprop"): lambda: torch.mm(gather(x), column.t()),
         ("row", "fprop"): lambda: scatter(torch.mm(h, row.t())),
         ("column", "bprop"): column_backward,

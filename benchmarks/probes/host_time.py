@@ -5,7 +5,7 @@
 
 Prints microseconds of host time a call on rank 0, the least and the median of the bursts, of each operator and pass:
 
-    low_latency, direct, ...   by that method: the engine alone, forward, and backward
+    low_latency, direct, ...   by that method: forward, and backward
     F.linear                   torch's, with all of x
     sequence                   torch.distributed and torch.mm, one after the other: neither checks nor autograd
 
@@ -27,7 +27,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from host_calls import METHODS, Operands, alone, linears_of, operands_of, sequence
+from host_calls import Operands, linears_of, operands_of, sequence
 
 from overlap_train import shutdown
 
@@ -49,8 +49,6 @@ def measure(o: Operands, pace: Pace, device: torch.device) -> Times:
     """Everything in turn in each round, so that all see the same machine; the first round does not count."""
     linears, times = linears_of(o), Times()
     calls = {(*place, "sequence"): call for place, call in sequence(o).items()}
-    for method in METHODS:
-        calls |= {(operator, "alone", method): call for operator, call in alone(o, method).items()}
     for turn in range(1 + pace.rounds):
         gc.collect()
         for place, call in calls.items():

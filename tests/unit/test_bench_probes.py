@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 METHODS = ("low_latency", "direct", "fused", "collective", "sequence")
 ROWS = {
-    *itertools.product(("column", "row"), ("alone",), METHODS),
     *itertools.product(("column", "row", "both"), ("fprop", "bprop"), (*METHODS, "F.linear")),
 }
 # What Triton is asked to compile for linears of two ranks.

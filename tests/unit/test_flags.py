@@ -26,7 +26,7 @@ class Options:
 
     kind: str = "a"  # no flag
     words: tuple[str, ...] = option(("x",), "words", choices=("x", "y"))
-    numbers: tuple[int, ...] = option((), "numbers", parse=int, group="more")
+    numbers: tuple[int, ...] = option((), "numbers", parse=int)
     sizes: tuple[int, ...] = option((), "sizes", parse=positive_int, spaced=True)
     again: tuple[str, ...] = option((), "may be repeated", repeated=True)
     is_quick: bool = option(False, "a switch")
@@ -73,8 +73,8 @@ def test_a_wrong_value_is_named(words: str, message: str) -> None:
     assert "--help lists the flags" in str(found.value)
 
 
-def test_the_help_shows_defaults_groups_and_choices() -> None:
+def test_the_help_shows_defaults_and_choices() -> None:
     text = add_options(argparse.ArgumentParser("x"), replace(Options(), count=9)).format_help()
     assert "a number (default: 9)" in text and "words (default: x)" in text and "--words x,y" in text
-    assert "more:\n  --numbers" in text and "measured (default" not in text
+    assert "--numbers" in text and "measured (default" not in text
     assert "--count N" in text and "--rate X" in text

@@ -5,17 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 
 from ...flags import option, shown
 
 KINDS = ("train", "compare")
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
-
-# One maker of flags for each heading of --help.
-_size, _slurm, _program, _files, _restart, _container = (
-    partial(option, group=name) for name in ("size", "slurm", "program", "files", "restart", "container")
-)
 
 
 @dataclass(frozen=True)
@@ -28,27 +22,27 @@ class Job:
 
     kind: str  # of KINDS
     arguments: tuple[str, ...] = ()  # of the recipe
-    nodes: int = _size(1, "nodes", metavar="N")
-    gpus_per_node: int = _size(0, "GPUs of each node; 0: none, for ranks on CPUs", metavar="N")
-    procs_per_node: int = _size(0, "ranks of each node; 0: one a GPU", metavar="N")
-    time: str = _size("", "time limit, such as 04:00:00 or 1-12", metavar="TIME")
-    account: str = _slurm("", "account that pays", metavar="NAME")
-    partition: str = _slurm("", "partition; without it, the cluster's default", metavar="NAME")
-    name: str = _slurm("", "name of the job (default: overlap-train or overlap-compare)", metavar="NAME")
-    sbatch: tuple[str, ...] = _slurm(
+    nodes: int = option(1, "nodes")
+    gpus_per_node: int = option(0, "GPUs of each node; 0: none, for ranks on CPUs")
+    procs_per_node: int = option(0, "ranks of each node; 0: one a GPU")
+    time: str = option("", "time limit, such as 04:00:00 or 1-12", metavar="TIME")
+    account: str = option("", "account that pays", metavar="NAME")
+    partition: str = option("", "partition; without it, the cluster's default", metavar="NAME")
+    name: str = option("", "name of the job (default: overlap-train or overlap-compare)", metavar="NAME")
+    sbatch: tuple[str, ...] = option(
         (), "any other option of sbatch: --sbatch=--exclusive; may be repeated", metavar="OPTION", repeated=True
     )
-    recipe: str = _program("", "Python file (default: recipes/pretrain_gpt.py or compare_mfu.py)", metavar="FILE")
-    module: str = _program("", "Python module to run instead of a file", metavar="NAME")
-    python: str = _program("", "Python on the nodes, or in the container (default: this one)", metavar="FILE")
-    run_dir: str = _files("", "folder for script, logs and results (default: runs/slurm/NAME)", metavar="DIR")
-    checkpoints: str = _files(
+    recipe: str = option("", "Python file (default: recipes/pretrain_gpt.py or compare_mfu.py)", metavar="FILE")
+    module: str = option("", "Python module to run instead of a file", metavar="NAME")
+    python: str = option("", "Python on the nodes, or in the container (default: this one)", metavar="FILE")
+    run_dir: str = option("", "folder for script, logs and results (default: runs/slurm/NAME)", metavar="DIR")
+    checkpoints: str = option(
         "", "train: folder to save to and resume from (default: checkpoints in --run-dir)", metavar="DIR"
     )
-    max_restarts: int = _restart(0, "train: times that failed ranks are started again in the job", metavar="N")
-    stop_early_s: int = _restart(120, "train: seconds before the time limit to stop and requeue", metavar="N")
-    container_image: str = _container("", "image or .sqsh file (pyxis); without it, no container", metavar="IMAGE")
-    container_mounts: str = _container("", "FROM:TO,... besides this folder and the run's", metavar="MOUNTS")
+    max_restarts: int = option(0, "train: times that failed ranks are started again in the job")
+    stop_early_s: int = option(120, "train: seconds before the time limit to stop and requeue")
+    container_image: str = option("", "image or .sqsh file (pyxis); without it, no container", metavar="IMAGE")
+    container_mounts: str = option("", "FROM:TO,... besides this folder and the run's", metavar="MOUNTS")
 
     def __post_init__(self) -> None:
         for problem in _problems(self):
