@@ -116,7 +116,7 @@ def weight_name(n: int, k: int) -> str:
 def machine_of(record: Record) -> str:
     """`4 x H100`, or `2 x CPU`; and as how many nodes they were measured where these are several."""
     row, device = record["rows"][0], record.get("hardware", {}).get("device", "cpu")
-    nodes = row.get("nodes", 2 if "network_sms" in row else 1)
     model = next((word for word in re.findall(r"\w+", device) if re.search(r"\d", word)), device.upper())
     emulated = ", emulated over loopback" if row.get("emulated", True) else ""
-    return f"{row['world']} x {model}" + (f" as {nodes} nodes{emulated}" if nodes > 1 else "")
+    nodes = f" as {row.get('nodes', 2)} nodes{emulated}" if "network_sms" in row else ""
+    return f"{row['world']} x {model}{nodes}"

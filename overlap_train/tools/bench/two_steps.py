@@ -23,7 +23,7 @@ class TwoSteps:
     @classmethod
     def of(cls, topology: Topology, world: World) -> TwoSteps | None:
         """Of a group's ranks; None where there is one node, or one rank on each. Collective over the job."""
-        if topology.nodes == 1 or topology.local == 1:
+        if 1 in (topology.nodes, topology.local):
             return None
         ranks = dist.get_process_group_ranks(world.group)
         nodes = [[ranks[rank] for rank in topology.ranks_of(node)] for node in range(topology.nodes)]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...flags import Parser, add_options, from_args, option, positive_int
+from ...select.reach import reach_of
 from ...select.system import SYSTEMS, System
 from ..measure.models import MODELS, TINY, Model
 from ..measure.results import aligned, cell
@@ -86,7 +87,8 @@ def _read_model(word: str) -> Model:
 
 
 def _plan(asked: Asked, system: System, model: Model) -> None:
-    usual = 1 if asked.cp > 1 else asked.nodes * system.gpus_per_node if asked.nodes > 1 else 4
+    filled = asked.nodes * system.gpus_per_node  # by one copy of the model; of one node, four GPUs
+    usual = 1 if asked.cp > 1 else 4 if reach_of(asked.nodes).has_rules else filled
     s = Strategy(asked.tp or usual, asked.seq, asked.micro_batch, asked.nodes, asked.cp)
     predictions = predict(system, s, model)
     layer, output = in_layer(predictions), [p for p in predictions if p.linear == OUTPUT]
@@ -182,7 +184,7 @@ def _not_measured(system: System, strategy: Strategy) -> list[str]:
         found.append(f"- {system.name}: in proportion to the H200 by figures of its data sheet")
     if strategy.ranks not in (1, 2, 4):
         found.append("- links and NCCL with more than 4 ranks")
-    if strategy.nodes > 1:
+    if not reach_of(strategy.nodes).has_rules:
         found.append(
             "- networks between nodes: 14 us and 0.34 ms of host time a transfer, and the NICs of usual servers, are assumed"
         )
