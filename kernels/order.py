@@ -32,7 +32,7 @@ def gather_tile(unit, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl
 @triton.jit
 def received_block(step, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr):
     """The step-th block that a tile of A2A + GEMM multiplies -> its source rank: rank, rank-1, rank-2, ... of the node, then far
-    node by far node, of each the twin last."""
+    node by far node, of each the rail peer last."""
     if LOCAL == WORLD:
         return (rank + WORLD - step) % WORLD
     else:
@@ -43,7 +43,7 @@ def received_block(step, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr):
 @triton.jit
 def scatter_unit(unit, rank, WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr):
     """The unit-th chunk to be multiplied -> (target rank, its chunk): rank+1's, then rank+2's, ...; the own node last, and of
-    each node the twin."""
+    each node the rail peer."""
     if LOCAL == WORLD:
         return (rank + 1 + unit // CHUNKS) % WORLD, unit % CHUNKS
     else:

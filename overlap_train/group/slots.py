@@ -20,7 +20,7 @@ from ..cache import BoundedCache
 from ..gpu.launch import LaunchCache
 from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
 from ..schedule.order import Topology, targets
-from ..schedule.transfers import Leg, Legs
+from ..schedule.transfers import Transfer, Transfers
 from .copy_engine import Route
 from .signals import Tag
 
@@ -151,7 +151,7 @@ class Call:
         self.peers = targets(Topology(1, self.world_size, self.rank))
         self._launcher = waits.launcher
         # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
-        self._routes: BoundedCache[tuple[Legs, int, int], list[Route]] = BoundedCache()
+        self._routes: BoundedCache[tuple[Transfers, int, int], list[Route]] = BoundedCache()
         self.next_epoch = partial(waits.next_epoch, self)
         self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
         self.wait_for_all = partial(waits.wait, self, 0, self.world_size)
@@ -193,23 +193,26 @@ class Call:
         """The blocks for this rank that each of `peers` has left in its own slot, [block shape] each."""
         return [self.remote_block(peer) for peer in self.peers]
 
-    def routes(self, legs: Legs, tiles: int = 0, pitch: int = 0) -> list[Route]:
-        """The copy engine's way for each leg of a schedule.
+    def routes(self, transfers: Transfers, tiles: int = 0, pitch: int = 0) -> list[Route]:
+        """The copy engine's way for each transfer of a schedule.
 
         Args:
-            tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for legs that leave after them.
+            tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for transfers that leave after
+            them.
             pitch: elements from one block of the source to the next; 0: they lie one after the other.
         """
         pitch = pitch or self._block_size
-        key = (legs, tiles, pitch)
-        return self._routes.get(key) or self._routes.put(key, [self._route(leg, tiles, pitch) for leg in legs])
+        key = (transfers, tiles, pitch)
+        return self._routes.get(key) or self._routes.put(
+            key, [self._route(transfer, tiles, pitch) for transfer in transfers]
+        )
 
-    def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
-        chunk = self.remote_block(leg.target).chunk(self.chunks)[leg.chunk]
-        first = leg.block * pitch + leg.chunk * chunk.numel()
-        word = leg.target * MAX_CHUNKS + leg.chunk
-        after = (self.slot.counters.complete[word : word + 1], tiles) if leg.after_tiles else None
-        signal = self.slot.outgoing[leg.target][leg.chunk : leg.chunk + 1]
+    def _route(self, transfer: Transfer, tiles: int, pitch: int) -> Route:
+        chunk = self.remote_block(transfer.target).chunk(self.chunks)[transfer.chunk]
+        first = transfer.block * pitch + transfer.chunk * chunk.numel()
+        word = transfer.target * MAX_CHUNKS + transfer.chunk
+        after = (self.slot.counters.complete[word : word + 1], tiles) if transfer.after_tiles else None
+        signal = self.slot.outgoing[transfer.target][transfer.chunk : transfer.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, after)
 
     def reset_counters(self) -> None:

@@ -13,8 +13,8 @@ __all__ = ["SeveralNodes"]
 register(
     SeveralNodes.reach,
     {
-        Kind.GATHER: {"chunked": ops.InterNodeAllGatherGemm, "fused": ops.FusedInterNodeAllGatherGemm},
-        Kind.SCATTER: {"chunked": ops.InterNodeGemmReduceScatter, "fused": ops.FusedInterNodeGemmReduceScatter},
+        Kind.AG_GEMM: {"chunked": ops.InterNodeAllGatherGemm, "fused": ops.FusedInterNodeAllGatherGemm},
+        Kind.GEMM_RS: {"chunked": ops.InterNodeGemmReduceScatter, "fused": ops.FusedInterNodeGemmReduceScatter},
         Kind.GEMM_A2A: {"chunked": ops.InterNodeGemmAllToAll, "fused": ops.FusedInterNodeGemmAllToAll},
         Kind.A2A_GEMM: {"chunked": ops.InterNodeAllToAllGemm, "fused": ops.FusedInterNodeAllToAllGemm},
     },

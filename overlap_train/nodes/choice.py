@@ -56,7 +56,7 @@ class AcrossNodes(Reach):
         of a node."""
         one, local = Work(pass_, how, system), pass_.world // self.nodes
         again = backward and not one.kind.receives
-        wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, spared_sms=MOST_SMS) if backward else 0.0
+        wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, sm_margin=MOST_SMS) if backward else 0.0
         if how.name == "collective":
             rounds = 2 if again and one.kind.reduces else 1
             device = rounds * self.collective_us(pass_, system) + one.gemm_us + one.put_together() + wgrad
@@ -78,7 +78,7 @@ def _gemm_us(one: Work, chunks: int) -> float:
     """The GEMM beside the network: one kernel's, or the library's, chunk by chunk."""
     p = one.pass_
     if one.how.multiplies:
-        return library_us(one.system, p.rows, p.n, p.k, spared_sms=MOST_SMS)
+        return library_us(one.system, p.rows, p.n, p.k, sm_margin=MOST_SMS)
     columns = p.n // (p.world if one.kind.splits_columns else 1)
     depth = p.k // (p.world if one.kind.sums_blocks else 1)
     count = p.world * chunks

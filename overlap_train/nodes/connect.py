@@ -58,7 +58,7 @@ class NodeWaits(BoundedWaits):
         self._engine.barrier(call, topology)
         for node in range(topology.nodes):
             if node != topology.node:
-                self.wait(call, topology.twin(node), 1)
+                self.wait(call, topology.rail_peer(node), 1)
         beside = [rank for rank in topology.ranks_of(topology.node) if rank != self.rank]
         for rank in beside:
             call.slot.words[rank][self.rank, :1].copy_(call.slot.epoch)
@@ -99,10 +99,10 @@ class SeveralNodes(OneNode):
 
     def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
         engine = self.domain.engine
-        if started is None or not started.slots or not started.spared_sms:
+        if started is None or not started.slots or not started.sm_margin:
             return nullcontext()
         assert isinstance(engine, InterNodeEngine)
-        return engine.products(started.spared_sms)
+        return engine.products(started.sm_margin)
 
     @property
     def by_nvshmem(self) -> bool:

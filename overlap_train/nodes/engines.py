@@ -34,7 +34,7 @@ from ..ops.launch import aligned
 from ..schedule.inter_node import SendRecv, send_recvs
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology
-from ..schedule.transfers import Legs
+from ..schedule.transfers import Transfers
 from .slots import NodeCall
 
 CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors
@@ -109,7 +109,7 @@ class InterNodeEngine(CopyEngine, ABC):
             self._unfinished.pop(0).finish()
         return had_begun
 
-    def products(self, spared_sms: int) -> AbstractContextManager[None]:
+    def products(self, sm_margin: int) -> AbstractContextManager[None]:
         """Scope of library products that run beside the network's kernels."""
         return nullcontext()
 
@@ -215,8 +215,8 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
 
     add = staticmethod(add_blocks)
 
-    def products(self, spared_sms: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._blas is None else self._blas.sparing(spared_sms)
+    def products(self, sm_margin: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._blas is None else self._blas.sparing(sm_margin)
 
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         self._enqueue(source, routes)
@@ -259,11 +259,11 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     def barrier(self, call: NodeCall, topology: Topology) -> None:
         """And let their words arrive."""
         nothing = call.blocks.flatten()[:0]
-        turns = send_recvs(Kind.GATHER, topology, chunks=1)
+        turns = send_recvs(Kind.AG_GEMM, topology, chunks=1)
         self.send_after_this()
         exchanges = [self.start_exchange(call, turn, nothing) for turn in turns]
         for turn, exchange in zip(turns, exchanges, strict=True):
-            self.arrive(call, replace(turn, passed_on=Legs(())), exchange)
+            self.arrive(call, replace(turn, passed_on=Transfers(())), exchange)
 
     def begin_ahead(self) -> None:
         """Begin the next operator, once the running one's exchanges are all enqueued: before the next one is sent, its slot may

@@ -21,7 +21,7 @@ from ..schedule.inter_node import (
     most_in_flight,
 )
 from ..schedule.order import Topology
-from ..schedule.transfers import Leg
+from ..schedule.transfers import Transfer
 from .engines import Exchange, InterNodeEngine
 from .plan import InterNodePlan
 from .slots import NodeCall
@@ -142,7 +142,9 @@ class ResultExchanges(Exchanges):
     def go_ahead(self, done: int, parts: int) -> None:
         """Do nothing: a result leaves after its own products."""
 
-    def enqueue(self, topology: Topology, multiply: Callable[[int, int], None], sent: Callable[[Leg], Sent]) -> None:
+    def enqueue(
+        self, topology: Topology, multiply: Callable[[int, int], None], sent: Callable[[Transfer], Sent]
+    ) -> None:
         """Enqueue products and exchanges in turns (schedule/inter_node.py: leaving).
 
         multiply(block, chunk): a product.

@@ -136,7 +136,7 @@ class GlooTransport:
         goodbye = torch.tensor([0, 0, _GOODBYE, 0, 0], dtype=torch.int64)
         for node in range(self._topology.nodes):
             if node != self._topology.node:
-                self._send(goodbye, self._topology.twin(node), _HEADER)
+                self._send(goodbye, self._topology.rail_peer(node), _HEADER)
         self.join()  # first: a peer that has heard everything may end, and gloo would call what has been sent lost
         for receiver in self._receivers:
             receiver.join(_CLOSE_S)
@@ -239,7 +239,7 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         nothing = torch.empty(0, dtype=torch.uint8)
         for node in range(topology.nodes):
             if node != topology.node:
-                self.network.put(nothing, call.place_of(topology.twin(node), topology.rank, 0), call.word)
+                self.network.put(nothing, call.place_of(topology.rail_peer(node), topology.rank, 0), call.word)
 
     def begin_ahead(self) -> None:
         self.finish_started()

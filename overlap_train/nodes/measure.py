@@ -116,7 +116,7 @@ def _gbs(topology: Topology, device: torch.device, network: NcclTransport) -> fl
         Piece(torch.zeros(_NBYTES, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device))
         for _ in range(2)
     )
-    first = send_recvs(Kind.GATHER, topology, chunks=1)[0]
+    first = send_recvs(Kind.AG_GEMM, topology, chunks=1)[0]
 
     def exchange() -> None:
         network.exchange(first, sent, received).arrive()

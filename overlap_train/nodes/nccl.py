@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..gpu.driver import leave_captures_alone
 from ..schedule.inter_node import SendRecv
 from ..schedule.order import Topology
-from ..schedule.transfers import Leg
+from ..schedule.transfers import Transfer
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from ..symmetric.bounded import bounded
 from .engines import CONNECT, Exchange, Piece, StreamEngine
@@ -199,6 +199,6 @@ class NcclEngine(StreamEngine):
                 call.wait_chunk(received.fills, received.chunk)
             self._pass_on(call.routes(passed_on), call.blocks if buffer is None else buffer)
 
-    def _signal(self, call: NodeCall, received: Leg) -> None:
+    def _signal(self, call: NodeCall, received: Transfer) -> None:
         signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
         self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, self._arriving.cuda_stream))

@@ -29,7 +29,7 @@ the same steps in the same order (schedule/inter_node.py), so that rail peers st
 waits for was enqueued, everywhere, in it or before. Some exchanges of a result start after a weight gradient, where there is one.
 
 No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs concurrently with the kernel
-finds room on the SMs that it leaves (EnginePlan.spared_sms). Nothing that waits for the kernel's tiles stands before it in a
+finds room on the SMs that it leaves (EnginePlan.sm_margin). Nothing that waits for the kernel's tiles stands before it in a
 hardware queue.
 """
 
@@ -45,14 +45,14 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..ops import launch
 from ..ops.a2a_gemm import ChunkedAllToAllGemm, FusedAllToAllGemm, add_product_in_fp32, product_in_fp32
-from ..ops.ag_gemm import ChunkedGather, FusedGather
+from ..ops.ag_gemm import ChunkedAllGatherGemm, FusedAllGatherGemm
 from ..ops.gemm_a2a import ChunkedGemmAllToAll, FusedGemmAllToAll, new_blocks
-from ..ops.gemm_rs import ChunkedScatter
+from ..ops.gemm_rs import ChunkedGemmReduceScatter
 from ..ops.launch import GatherOperands, ScatterOperands
 from ..schedule.inter_node import SendRecv
 from ..schedule.kinds import Kind
 from ..schedule.order import chunks_after_own, chunks_by_rows, multiplied_together
-from ..schedule.transfers import Leg, Legs
+from ..schedule.transfers import Transfer, Transfers
 from .engines import InterNodeEngine
 from .exchanges import OperandExchanges, ResultExchanges, Sent
 from .plan import InterNodePlan
@@ -77,9 +77,9 @@ class _SendsOperand:
         self._call.next_epoch()
         self._exchanges = OperandExchanges(self._engine, self._call, self._plan, self._part)
         self._exchanges.start()
-        self._send(self._plan.legs.inside)
+        self._send(self._plan.transfers.inside)
 
-    def _send(self, legs: Legs) -> None:
+    def _send(self, transfers: Transfers) -> None:
         """Push what other ranks of this node get."""
         raise NotImplementedError
 
@@ -102,14 +102,14 @@ def _count_launch(domain: OverlapDomain, call: NodeCall, kind: Kind) -> Launch:
     return Launch(count_arrivals_kernel, (1,), arguments, constants | dict(EXCHANGE=kind.sums_blocks, num_warps=1))
 
 
-class InterNodeAllGatherGemm(_SendsOperand, ChunkedGather):
+class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
     """AG + GEMM by the library. Each chunk that arrives from a far node is passed on inside this one."""
 
     _plan: InterNodePlan
     _call: NodeCall
 
-    def _send(self, legs: Legs) -> None:
-        self._engine.push(self._own, self._call.routes(legs))
+    def _send(self, transfers: Transfers) -> None:
+        self._engine.push(self._own, self._call.routes(transfers))
 
     def _part(self, exchanged: SendRecv) -> torch.Tensor:
         return self._own.chunk(self._call.chunks)[exchanged.sent.chunk]
@@ -145,8 +145,8 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedGather):
         return super().gathered_view()
 
 
-class FusedInterNodeAllGatherGemm(FusedGather, InterNodeAllGatherGemm):
-    """AG + GEMM by FusedGather's kernel, launched again for each chunk of a far node."""
+class FusedInterNodeAllGatherGemm(FusedAllGatherGemm, InterNodeAllGatherGemm):
+    """AG + GEMM by FusedAllGatherGemm's kernel, launched again for each chunk of a far node."""
 
     def _multiply(self, operands: GatherOperands) -> None:
         operands = launch.readable(self._plan, operands)  # once for all launches
@@ -166,8 +166,8 @@ class InterNodeAllToAllGemm(_SendsOperand, ChunkedAllToAllGemm):
     _plan: InterNodePlan
     _call: NodeCall
 
-    def _send(self, legs: Legs) -> None:
-        ChunkedAllToAllGemm._send(self, legs)
+    def _send(self, transfers: Transfers) -> None:
+        ChunkedAllToAllGemm._send(self, transfers)
 
     def _part(self, exchanged: SendRecv) -> torch.Tensor:
         return self._sent[exchanged.sent.block].chunk(self._call.chunks)[exchanged.sent.chunk]
@@ -259,7 +259,7 @@ class FusedInterNodeAllToAllGemm(FusedAllToAllGemm, InterNodeAllToAllGemm):
             super()._multiply(operands if chunk == chunks - 1 else self._count_and_leave(operands))
 
 
-class InterNodeGemmReduceScatter(ChunkedScatter):
+class InterNodeGemmReduceScatter(ChunkedGemmReduceScatter):
     """GEMM + RS by the library. The blocks of a far node go to its ranks' rail peers in this node, each of which adds them up and
     sends the sum, while later products run."""
 
@@ -268,14 +268,14 @@ class InterNodeGemmReduceScatter(ChunkedScatter):
 
     def _start(self) -> None:
         engine, plan = self._open(), self._plan
-        with engine.products(plan.spared_sms):
+        with engine.products(plan.sm_margin):
             self._exchanges.enqueue(self._domain.topology, self._multiply_chunk, self._sum_for)
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         """The partial sum for a chunk of the rows of rank `block`, which is pushed if another rank of this node adds it up."""
         part = self._chunk(self._partials, block, chunk)
         torch.mm(self._chunk(self._rows, block, chunk), self._b, out=part)
-        inside = self._plan.legs.inside
+        inside = self._plan.transfers.inside
         if (place := inside.places.get((block, chunk))) is not None:
             self._engine.push(self._partials, [self._call.routes(inside)[place]])
 
@@ -297,15 +297,15 @@ class InterNodeGemmReduceScatter(ChunkedScatter):
     def _chunk(self, blocks: torch.Tensor, block: int, chunk: int) -> torch.Tensor:
         return blocks[block].chunk(self._call.chunks)[chunk]
 
-    def _sum_for(self, leg: Leg) -> Sent:
+    def _sum_for(self, transfer: Transfer) -> Sent:
         """Memory for what the ranks of this node have for the rail peer's chunk that leaves, and what adds it up there."""
         topology = self._domain.topology
         if topology.local == 1:
-            total = self._chunk(self._partials, leg.block, leg.chunk)
+            total = self._chunk(self._partials, transfer.block, transfer.chunk)
         else:  # a block for each far node, the following one first
-            far = (leg.block // topology.local - topology.node) % topology.nodes - 1
-            total = self._chunk(self._sums, far, leg.chunk)
-        return total, partial(self._make_sum, leg.block, leg.chunk, total)
+            far = (transfer.block // topology.local - topology.node) % topology.nodes - 1
+            total = self._chunk(self._sums, far, transfer.chunk)
+        return total, partial(self._make_sum, transfer.block, transfer.chunk, total)
 
     def _make_sum(self, peer: int, chunk: int, total: torch.Tensor) -> None:
         """total = what the ranks of this node have for a chunk of a rail peer: the own one, then the others in rank order."""
@@ -340,7 +340,7 @@ class InterNodeGemmReduceScatter(ChunkedScatter):
         near, node = self._others(topology.rank), topology.ranks_of(topology.node)
         if near:
             call.wait(node.start, len(node))
-        peers = [topology.twin(far) for far in range(topology.nodes) if far != topology.node]
+        peers = [topology.rail_peer(far) for far in range(topology.nodes) if far != topology.node]
         for block in peers:
             call.wait(block)
         own = self._partials[topology.rank]
@@ -361,10 +361,10 @@ class FusedInterNodeGemmReduceScatter(InterNodeGemmReduceScatter):
         engine.send_after_this()
         own = self._partials[self._domain.rank]
         self._tiles = _launch(self, engine, ScatterOperands(self._a, self._b, self._partials, own))
-        for _, legs in plan.legs.by_block:
-            for leg in legs.network:
-                self._exchanges.send(*self._sum_for(leg))
-            engine.push_counted(self._partials, call.routes(legs.inside, self._tiles))
+        for _, transfers in plan.transfers.by_block:
+            for transfer in transfers.network:
+                self._exchanges.send(*self._sum_for(transfer))
+            engine.push_counted(self._partials, call.routes(transfers.inside, self._tiles))
 
     def _make_sum(self, peer: int, chunk: int, total: torch.Tensor) -> None:
         self._engine.wait_for_tiles(self._call.stored_tiles(peer, chunk), self._tiles)
@@ -381,20 +381,20 @@ class InterNodeGemmAllToAll(ChunkedGemmAllToAll):
     def _start(self) -> None:
         engine, self._staging = self._begin()
         self._columns = self._b.chunk(self._domain.world_size, dim=1)
-        with engine.products(self._plan.spared_sms):
+        with engine.products(self._plan.sm_margin):
             self._exchanges.enqueue(self._domain.topology, self._multiply_chunk, self._sent)
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         """A chunk of the columns of rank `block`, which is pushed if that is another rank of this node."""
-        chunks, inside = self._call.chunks, self._plan.legs.inside
+        chunks, inside = self._call.chunks, self._plan.transfers.inside
         into = self._own_place() if block == self._domain.rank else self._staging[block]
         torch.mm(self._a.chunk(chunks)[chunk], self._columns[block], out=into.chunk(chunks)[chunk])
         if (place := inside.places.get((block, chunk))) is not None:
             self._engine.push(self._staging, [self._call.routes(inside)[place]])
 
-    def _sent(self, leg: Leg) -> Sent:
+    def _sent(self, transfer: Transfer) -> Sent:
         """A chunk of the columns for another node. Its product has filled it."""
-        return self._staging[leg.block].chunk(self._call.chunks)[leg.chunk], None
+        return self._staging[transfer.block].chunk(self._call.chunks)[transfer.chunk], None
 
     def _begin(self) -> tuple[InterNodeEngine, torch.Tensor]:
         """The call and its exchanges, of which none has begun; the engine, and memory [W, M/W, N/W] for what is multiplied."""
@@ -423,11 +423,13 @@ class FusedInterNodeGemmAllToAll(FusedGemmAllToAll, InterNodeGemmAllToAll):
         self._tiles = _launch(self, engine, self._operands(self._staging))
         for exchanged in self._plan.send_recvs:
             self._exchanges.send(*self._sent(exchanged.sent))
-        engine.push_counted(self._staging, self._call.routes(self._plan.legs.inside, self._tiles))
+        engine.push_counted(self._staging, self._call.routes(self._plan.transfers.inside, self._tiles))
 
-    def _sent(self, leg: Leg) -> Sent:
-        part, _ = super()._sent(leg)
-        return part, partial(self._engine.wait_for_tiles, self._call.stored_tiles(leg.block, leg.chunk), self._tiles)
+    def _sent(self, transfer: Transfer) -> Sent:
+        part, _ = super()._sent(transfer)
+        return part, partial(
+            self._engine.wait_for_tiles, self._call.stored_tiles(transfer.block, transfer.chunk), self._tiles
+        )
 
 
 def _launch(

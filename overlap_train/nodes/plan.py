@@ -9,10 +9,10 @@ import torch
 
 from ..config import OverlapConfig, flag_name
 from ..ops.plan import EnginePlan, Planner
-from ..schedule.inter_node import SendRecv, legs, send_recvs
+from ..schedule.inter_node import SendRecv, send_recvs, transfers_of
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology
-from ..schedule.transfers import Legs
+from ..schedule.transfers import Transfers
 from ..select.choose import Choice
 from ..select.method import CHUNK_COUNTS, Method
 from ..select.passes import Pass
@@ -40,8 +40,8 @@ class InterNodePlan(EnginePlan):
     inside_node = False
 
     @cached_property
-    def spared_sms(self) -> int:
-        return self.send_sms + self.reduce_sms + self.wait_sms + self.other_sms
+    def sm_margin(self) -> int:
+        return self.send_sms + self.reduce_sms + self.wait_sms + self.concurrent_sms
 
     @cached_property
     def reduces_later(self) -> bool:
@@ -61,8 +61,8 @@ class InterNodePlan(EnginePlan):
 class InterNodePlanner(Planner):
     """The Planner of groups that span nodes."""
 
-    def legs(self, kind: Kind, chunks: int, tiled: bool) -> Legs:
-        return legs(kind, self.topology, chunks, tiled)
+    def transfers_of(self, kind: Kind, chunks: int, tiled: bool) -> Transfers:
+        return transfers_of(kind, self.topology, chunks, tiled)
 
     def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
         return network_chunks_of(how, pass_, device, self.topology.nodes, self.gbs)

@@ -18,7 +18,7 @@ from ..group.slots import BARRIER, Call, Layout, Slot
 from ..group.waits import BoundedWaits
 from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.order import Topology
-from ..schedule.transfers import ARRIVED, LANDED, Leg
+from ..schedule.transfers import ARRIVED, LANDED, Transfer
 from ..symmetric import SymmetricHeap
 
 
@@ -81,16 +81,16 @@ class NodeCall(Call):
             self._orders[blocks] = torch.cat(numbers)
         return self._orders[blocks]
 
-    def _route(self, leg: Leg, tiles: int, pitch: int) -> Route:
-        """The copy engine's way for a leg inside the node. What is passed on carries the word that came with it: of a call that
-        this rank is not in, too."""
-        chunk = self._blocks(self.slot.node_memory[leg.target])[leg.fills].chunk(self.chunks)[leg.chunk]
-        signal = self.slot.words[leg.target][leg.fills, leg.chunk : leg.chunk + 1]
-        if leg.carries == LANDED:
-            return Route(0, chunk, signal, self.crossed(leg), None)
-        first = leg.block * pitch + leg.chunk * chunk.numel()
-        word = self.signal_of(leg.block, leg.chunk) if leg.carries == ARRIVED else self.slot.epoch
-        after = (self.stored_tiles(leg.block, leg.chunk), tiles) if leg.after_tiles else None
+    def _route(self, transfer: Transfer, tiles: int, pitch: int) -> Route:
+        """The copy engine's way for a transfer inside the node. What is passed on carries the word that came with it: of a call
+        that this rank is not in, too."""
+        chunk = self._blocks(self.slot.node_memory[transfer.target])[transfer.fills].chunk(self.chunks)[transfer.chunk]
+        signal = self.slot.words[transfer.target][transfer.fills, transfer.chunk : transfer.chunk + 1]
+        if transfer.carries == LANDED:
+            return Route(0, chunk, signal, self.crossed(transfer), None)
+        first = transfer.block * pitch + transfer.chunk * chunk.numel()
+        word = self.signal_of(transfer.block, transfer.chunk) if transfer.carries == ARRIVED else self.slot.epoch
+        after = (self.stored_tiles(transfer.block, transfer.chunk), tiles) if transfer.after_tiles else None
         return Route(first, chunk, signal, word, after)
 
     def stored_tiles(self, block: int, chunk: int) -> torch.Tensor:
@@ -102,9 +102,9 @@ class NodeCall(Call):
         """The signal, int64 [1], of a chunk of the own slot."""
         return self.slot.signals[block, chunk : chunk + 1]
 
-    def crossed(self, leg: Leg) -> torch.Tensor:
-        """int64 [1]: the word that comes over the network with a leg."""
-        return self.slot.crossed[leg.fills, leg.chunk : leg.chunk + 1]
+    def crossed(self, transfer: Transfer) -> torch.Tensor:
+        """int64 [1]: the word that comes over the network with a transfer."""
+        return self.slot.crossed[transfer.fills, transfer.chunk : transfer.chunk + 1]
 
     def chunk_rows(self, chunk: int, count: int = 1) -> slice:
         """The rows of `count` chunks, from this one on, within their block."""
@@ -117,9 +117,9 @@ class NodeCall(Call):
             self.wait_chunk(block, chunk)
         return self.chunk_rows(chunks[0], len(chunks))
 
-    def place(self, leg: Leg) -> Place:
-        """The place of the chunk that a leg over the network carries."""
-        return self.place_of(leg.target, leg.fills, leg.chunk)
+    def place(self, transfer: Transfer) -> Place:
+        """The place of the chunk that a transfer over the network carries."""
+        return self.place_of(transfer.target, transfer.fills, transfer.chunk)
 
     def place_of(self, target: int, block: int, chunk: int) -> Place:
         """Where a chunk of a block lies in the heap of any rank of another node, with its signal."""

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.transfers import Legs
+from ..schedule.transfers import Transfers
 from ..select.tiling import HOPPER
 from . import launch
 from .launch import GatherOperands, should_run_async
 from .plan import EnginePlan
 
 
-class Receiver(Protocol):
+class AllToAllGemm(Protocol):
     """Blocks [W, M/W, K/W] on their way, block s from rank s."""
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -74,10 +74,10 @@ class ChunkedAllToAllGemm:
 
     def _push(self) -> None:
         self._call.next_epoch()
-        self._send(self._plan.legs)
+        self._send(self._plan.transfers)
 
-    def _send(self, legs: Legs) -> None:
-        self._domain.engine.push(self._sent, self._call.routes(legs, pitch=self._sent.stride(0)))
+    def _send(self, transfers: Transfers) -> None:
+        self._domain.engine.push(self._sent, self._call.routes(transfers, pitch=self._sent.stride(0)))
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rank = self._domain.rank
@@ -122,7 +122,7 @@ class DirectAllToAllGemm(FusedAllToAllGemm):
     them."""
 
     _sends = True  # and not before it is known whether there is a product
-    _is_over = False  # as FusedGather's
+    _is_over = False  # as FusedAllGatherGemm's
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self._is_over = True

@@ -19,7 +19,7 @@ from .launch import GatherOperands, should_run_async
 from .plan import EnginePlan
 
 
-class Gather(Protocol):
+class AllGatherGemm(Protocol):
     """x [M, K] on its way: row block s comes from rank s."""
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Gather(Protocol):
         ...
 
 
-class CollectiveGather:
+class CollectiveAllGatherGemm:
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ class CollectiveGather:
         return self.gathered_view()
 
 
-class ChunkedGather:
+class ChunkedAllGatherGemm:
     """Library GEMMs on shards, each after a wait for its shard."""
 
     _sends = False  # whether a kernel stores the own rows at the peers, and no copy
@@ -79,7 +79,7 @@ class ChunkedGather:
 
     def _push(self) -> None:
         self._call.next_epoch()
-        self._domain.engine.push(self._own, self._call.routes(self._plan.legs))
+        self._domain.engine.push(self._own, self._call.routes(self._plan.transfers))
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd
@@ -115,7 +115,7 @@ class ChunkedGather:
         return self.gathered_view().clone()
 
 
-class FusedGather(ChunkedGather):
+class FusedAllGatherGemm(ChunkedAllGatherGemm):
     """One persistent kernel whose tiles wait for their chunk."""
 
     _is_over = False  # whether the kernel has run, or copies have sent what it would have
@@ -135,8 +135,9 @@ class FusedGather(ChunkedGather):
         launch.receive_and_multiply(self._domain, self._call, self._plan, operands)
 
 
-class DirectGather(FusedGather):
-    """The FusedGather whose kernel also sends the own rows to the peers: there are no copies, and no host time for them."""
+class DirectAllGatherGemm(FusedAllGatherGemm):
+    """The FusedAllGatherGemm whose kernel also sends the own rows to the peers: there are no copies, and no host time for
+    them."""
 
     _sends = True  # and not before it is known whether there is a product
 
@@ -150,11 +151,11 @@ class DirectGather(FusedGather):
         return super().gathered_view()
 
 
-class LowLatencyGather:
+class LowLatencyAllGatherGemm:
     """One kernel sends the own rows, and writes them and what arrives into one tensor [M, K]; then one library GEMM."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
-        self._x = low_latency.gather(domain, tag, x_shard_m, plan.spared_sms)
+        self._x = low_latency.gather(domain, tag, x_shard_m, plan.sm_margin)
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         return torch.mm(self._x, b_kn)

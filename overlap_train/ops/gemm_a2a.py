@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.transfers import Legs
+from ..schedule.transfers import Transfers
 from . import launch
 from .launch import ScatterOperands, should_run_async
 from .plan import EnginePlan
 
 
-class Exchange(Protocol):
+class GemmAllToAll(Protocol):
     """Blocks [W, M/W, N/W] on their way, block s from rank s."""
 
     def received(self) -> torch.Tensor:
@@ -94,17 +94,17 @@ class ChunkedGemmAllToAll:
         shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
         self._call = self._domain.workspace.open(shape, self._a.dtype, self._tag, self._plan.chunks)
 
-    def _multiply(self, blocks: torch.Tensor, multiplied: Callable[[Legs], None]) -> None:
+    def _multiply(self, blocks: torch.Tensor, multiplied: Callable[[Transfers], None]) -> None:
         """The peers' blocks [W, M/W, N/W], with a call after each, then the own one, which goes to its place."""
         domain = self._domain
         columns = self._b.chunk(domain.world_size, dim=1)
-        for target, legs in self._plan.legs.by_target:
+        for target, transfers in self._plan.transfers.by_target:
             torch.mm(self._a, columns[target], out=blocks[target])
-            multiplied(legs)
+            multiplied(transfers)
         torch.mm(self._a, columns[domain.rank], out=self._own_place())
 
-    def _send(self, staging: torch.Tensor, legs: Legs) -> None:
-        self._domain.engine.push(staging, self._call.routes(legs))
+    def _send(self, staging: torch.Tensor, transfers: Transfers) -> None:
+        self._domain.engine.push(staging, self._call.routes(transfers))
 
     def _own_place(self) -> torch.Tensor:
         """The memory where the own block [M/W, N/W] belongs: in `into`, or else in the slot."""
@@ -162,7 +162,7 @@ class PulledChunkedGemmAllToAll(ChunkedGemmAllToAll):
         self._domain.engine.pull(self._call.incoming, [self._into[peer] for peer in self._call.peers])
 
     def _leave_blocks(self) -> None:
-        self._multiply(self._call.blocks, lambda legs: None)
+        self._multiply(self._call.blocks, lambda transfers: None)
 
     def received(self) -> torch.Tensor:
         """`into`. It is complete only when the operator ends."""

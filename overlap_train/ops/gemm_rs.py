@@ -23,7 +23,7 @@ from .launch import ScatterOperands, aligned, should_run_async
 from .plan import EnginePlan
 
 
-class Scatter(Protocol):
+class GemmReduceScatter(Protocol):
     """y_shard_m [M/W, N] on its way: made, it has started GEMM and sends; across nodes some sends may start in `finish`."""
 
     def finish(self) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Scatter(Protocol):
         ...
 
 
-class CollectiveScatter:
+class CollectiveGemmReduceScatter:
     """One GEMM, then NCCL or gloo; a long one (`should_run_async`) runs beside what the caller does before `finish`."""
 
     def __init__(
@@ -49,7 +49,7 @@ class CollectiveScatter:
         return self._y
 
 
-class ChunkedScatter:
+class ChunkedGemmReduceScatter:
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
     def __init__(
@@ -64,16 +64,16 @@ class ChunkedScatter:
         self._call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
         self._call.next_epoch()
         rows = self._a.view(world, m // world, k)  # strided or expanded, too; unflatten takes 2 us more
-        for target, legs in self._plan.legs.by_target:
+        for target, transfers in self._plan.transfers.by_target:
             torch.mm(rows[target], self._b, out=self._partials[target])
-            domain.engine.push(self._partials, self._call.routes(legs))
+            domain.engine.push(self._partials, self._call.routes(transfers))
         torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
 
 
-class FusedScatter:
+class FusedGemmReduceScatter:
     """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
 
     def __init__(
@@ -101,7 +101,7 @@ class FusedScatter:
         return self._y
 
 
-class DirectScatter(FusedScatter):
+class DirectGemmReduceScatter(FusedGemmReduceScatter):
     """The epilogue stores tiles at the peers and sends the signals: nothing is staged or pushed, which takes no host time."""
 
     def _start(self) -> None:
@@ -109,7 +109,7 @@ class DirectScatter(FusedScatter):
         launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
 
 
-class LowLatencyScatter:
+class LowLatencyGemmReduceScatter:
     """One library GEMM; then, after what the caller does meanwhile, one kernel that sends and adds."""
 
     def __init__(
@@ -118,7 +118,7 @@ class LowLatencyScatter:
         self._domain, self._plan, self._tag, self._partial = domain, plan, tag, torch.mm(a_mk, b_kn)
 
     def finish(self) -> torch.Tensor:
-        return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.spared_sms)
+        return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.sm_margin)
 
 
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:

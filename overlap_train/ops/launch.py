@@ -123,12 +123,12 @@ def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
     return dict(DIRECT=direct, REDUCE=not exchange and not plan.reduces_later, EXCHANGE=exchange)
 
 
-def grid_size(programs: int, device: torch.device, spared_sms: int) -> tuple[int]:
+def grid_size(programs: int, device: torch.device, sm_margin: int) -> tuple[int]:
     """One CTA per SM but those that are spared, or per program if there are fewer, and at least one. One in the interpreter,
     which runs them in turn."""
     if device.type != "cuda":
         return (1,)
-    return (max(1, min(programs, multiprocessors(device) - spared_sms)),)
+    return (max(1, min(programs, multiprocessors(device) - sm_margin)),)
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, op
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
     how = (plan.kernels, operands.sends, operands.leaves)
-    key = (plan.kind, how, plan.spared_sms, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
+    key = (plan.kind, how, plan.sm_margin, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
@@ -176,7 +176,7 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
     layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
     how = (plan.kernels, staging is None, plan.reduces_later)
-    key = (plan.kind, how, plan.spared_sms, layout, _compiled_for(plan, addresses))
+    key = (plan.kind, how, plan.sm_margin, layout, _compiled_for(plan, addresses))
     call.launches.run(
         key,
         (*addresses, call.tag.word),
@@ -187,7 +187,7 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
 def multiply_and_push(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
     """multiply_and_send into `operands.staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
     assert operands.staging is not None
-    routes = call.routes(plan.legs, tiles=tiles_of_chunk(plan, operands.y))
+    routes = call.routes(plan.transfers, tiles=tiles_of_chunk(plan, operands.y))
     call.next_epoch()
     domain.engine.launch(lambda: multiply_and_send(domain, call, plan, operands), operands.staging, routes)
 
@@ -263,7 +263,7 @@ def _gather_launch(
     protocol, receiving = protocol_arguments(domain, call, direct=sends), receiving_arguments(domain, call, operands)
     return Launch(
         kernel,
-        grid_size(programs, domain.device, plan.spared_sms),
+        grid_size(programs, domain.device, plan.sm_margin),
         arguments | protocol.arguments | receiving.arguments,
         constants | protocol.constants | receiving.constants,
         replaced,
@@ -308,7 +308,7 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
     protocol = protocol_arguments(domain, call, direct)
     return Launch(
         kernel,
-        grid_size(count * domain.world_size, domain.device, plan.spared_sms),
+        grid_size(count * domain.world_size, domain.device, plan.sm_margin),
         arguments | protocol.arguments,
         constants | protocol.constants | sending,
         replaced,

@@ -19,26 +19,26 @@ _PART = 1024  # words that a CTA sends or waits for at once: eight a thread, eac
 _TOLD = ("rank", "signals_ptr", "epoch_ptr", "outgoing_at_ptr", "left_ptr", "abort_ptr", "record_ptr", "tag", "limit")
 
 
-def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor, spared_sms: int) -> torch.Tensor:
-    """own [M/W, K] of every rank -> [M, K]. spared_sms: left to what another group sends meanwhile."""
+def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor, sm_margin: int) -> torch.Tensor:
+    """own [M/W, K] of every rank -> [M, K]. sm_margin: left to what another group sends meanwhile."""
     gathered = own.new_empty(domain.world_size * own.shape[0], own.shape[1])
     call = domain.workspace.open(own.shape, own.dtype, tag)
     own_at, gathered_at = own.data_ptr(), gathered.data_ptr()
     unit = _unit(own.nbytes, own_at, gathered_at)
-    launch = partial(_gather_launch, domain, call, own, gathered, unit, spared_sms)
-    call.launches.run(("low latency gather", unit, spared_sms), (own_at, gathered_at, tag.word), launch)
+    launch = partial(_gather_launch, domain, call, own, gathered, unit, sm_margin)
+    call.launches.run(("low latency gather", unit, sm_margin), (own_at, gathered_at, tag.word), launch)
     return gathered
 
 
-def scatter(domain: OverlapDomain, tag: Tag, partials: torch.Tensor, spared_sms: int) -> torch.Tensor:
-    """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum in fp32: own first, then in rank order. spared_sms:
+def scatter(domain: OverlapDomain, tag: Tag, partials: torch.Tensor, sm_margin: int) -> torch.Tensor:
+    """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum in fp32: own first, then in rank order. sm_margin:
     see gather."""
     y = partials.new_empty(partials.shape[0] // domain.world_size, partials.shape[1])
     call = domain.workspace.open(y.shape, y.dtype, tag)
     partials_at, y_at = partials.data_ptr(), y.data_ptr()
     unit = _unit(y.nbytes, partials_at, y_at)
-    launch = partial(_scatter_launch, domain, call, partials, y, unit, spared_sms)
-    call.launches.run(("low latency scatter", unit, spared_sms), (partials_at, y_at, tag.word), launch)
+    launch = partial(_scatter_launch, domain, call, partials, y, unit, sm_margin)
+    call.launches.run(("low latency scatter", unit, sm_margin), (partials_at, y_at, tag.word), launch)
     return y
 
 
@@ -48,16 +48,16 @@ def _unit(block_bytes: int, first_at: int, second_at: int) -> torch.dtype:
 
 
 def _gather_launch(
-    domain: OverlapDomain, call: Call, own: torch.Tensor, gathered: torch.Tensor, unit: torch.dtype, spared_sms: int
+    domain: OverlapDomain, call: Call, own: torch.Tensor, gathered: torch.Tensor, unit: torch.dtype, sm_margin: int
 ) -> Launch:
     from ..kernels.low_latency import low_latency_gather_kernel
 
     arguments = dict(own_ptr=own.view(-1).view(unit), gathered_ptr=gathered.view(-1).view(unit))
-    return _launch(low_latency_gather_kernel, domain, call, arguments, own.nbytes, spared_sms)
+    return _launch(low_latency_gather_kernel, domain, call, arguments, own.nbytes, sm_margin)
 
 
 def _scatter_launch(
-    domain: OverlapDomain, call: Call, partials: torch.Tensor, y: torch.Tensor, unit: torch.dtype, spared_sms: int
+    domain: OverlapDomain, call: Call, partials: torch.Tensor, y: torch.Tensor, unit: torch.dtype, sm_margin: int
 ) -> Launch:
     import triton.language as tl
 
@@ -65,7 +65,7 @@ def _scatter_launch(
 
     kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     arguments = dict(partial_ptr=partials.view(-1).view(unit), y_ptr=y.view(-1).view(unit))
-    return _launch(low_latency_scatter_kernel, domain, call, arguments, y.nbytes, spared_sms, DTYPE=kinds[y.dtype])
+    return _launch(low_latency_scatter_kernel, domain, call, arguments, y.nbytes, sm_margin, DTYPE=kinds[y.dtype])
 
 
 def _launch(
@@ -74,7 +74,7 @@ def _launch(
     call: Call,
     tensors: dict[str, torch.Tensor],
     block_bytes: int,
-    spared_sms: int,
+    sm_margin: int,
     **constants: Any,
 ) -> Launch:
     """The Launch of a kernel of the low-latency protocol. tensors: two, by name, which are replaced from call to call.
@@ -92,5 +92,5 @@ def _launch(
         WORLD=domain.world_size, PER_WORD=4 // unit, BLOCK=_PART, TIMED=on_a_gpu(domain), num_warps=_WARPS
     )
     parts = -(-block_bytes // (4 * _PART)) * max(1, domain.world_size - 1)
-    grid = grid_size(parts, domain.device, spared_sms)  # a CTA for each part that is waited for
+    grid = grid_size(parts, domain.device, sm_margin)  # a CTA for each part that is waited for
     return Launch(kernel, grid, arguments, constants, (*((name,) for name in tensors), ("tag",)))

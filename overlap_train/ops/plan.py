@@ -13,7 +13,7 @@ from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, sources
-from ..schedule.transfers import Legs, legs
+from ..schedule.transfers import Transfers, transfers_of
 from ..select.choose import Choice, alone, choose
 from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
 from ..select.method import Method
@@ -39,10 +39,10 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its
-    own. chunks: of each block. legs: what this rank sends. sources: the other ranks in the order in which their blocks arrive.
-    other_sms: the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while
-    its result leaves.
+    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own. chunks: of each
+    block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive. concurrent_sms:
+    the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while its result
+    leaves.
     """
 
     kind: Kind
@@ -52,9 +52,9 @@ class EnginePlan:
     kernels: str
     tile: TileConfig
     chunks: int
-    legs: Legs
+    transfers: Transfers
     sources: tuple[int, ...]
-    other_sms: int = 0
+    concurrent_sms: int = 0
     beside_wgrad: bool = False
 
     inside_node = True  # whether all ranks of the group are in one
@@ -70,13 +70,13 @@ class EnginePlan:
         return 0 if self.method == "collective" else 1
 
     @cached_property
-    def spared_sms(self) -> int:
+    def sm_margin(self) -> int:
         """SMs that products leave alone, so that nothing starves another."""
-        return self.other_sms
+        return self.concurrent_sms
 
     def beside(self, sms: int) -> EnginePlan:
         """The same, beside what another group sends, which holds so many SMs."""
-        return replace(self, other_sms=sms)
+        return replace(self, concurrent_sms=sms)
 
     @cached_property
     def reduces_later(self) -> bool:
@@ -115,9 +115,9 @@ class Planner:
     def __init__(self, topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> None:
         self.topology, self.config, self.gbs = topology, config, gbs
 
-    def legs(self, kind: Kind, chunks: int, tiled: bool) -> Legs:
+    def transfers_of(self, kind: Kind, chunks: int, tiled: bool) -> Transfers:
         """What this rank sends."""
-        return legs(kind, self.topology, chunks, tiled)
+        return transfers_of(kind, self.topology, chunks, tiled)
 
     def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
         """Into how many chunks each block is cut."""
@@ -132,14 +132,14 @@ class Planner:
         kernels = _kernels(kind, choice, pass_, device, w)
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
-        route = self.legs(kind, chunks, tiled=how.name == "fused")
+        route = self.transfers_of(kind, chunks, tiled=how.name == "fused")
         return EnginePlan(kind, how.name, choice.reason, how, kernels, tile, chunks, route, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
-        route = self.legs(fprop.kind, chunks=1, tiled=False)
+        route = self.transfers_of(fprop.kind, chunks=1, tiled=False)
         return EnginePlan(fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources)
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:

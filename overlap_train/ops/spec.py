@@ -157,8 +157,8 @@ class OperatorSpec:
         return whole // world_size if self.fprop.splits_columns else whole
 
 
-ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", Kind.GATHER, all_gather_error)
-LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", Kind.SCATTER, reduce_scatter_error)
+ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", Kind.AG_GEMM, all_gather_error)
+LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", Kind.GEMM_RS, reduce_scatter_error)
 LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", Kind.GEMM_A2A, linear_all_to_all_error)
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", Kind.A2A_GEMM, all_to_all_linear_error)
 # Beside a product of another group (ulysses/two_groups.py). x: what one rank sends, the columns of all ranks side by side.

@@ -12,36 +12,50 @@ import torch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..schedule.kinds import Kind
-from .a2a_gemm import ChunkedAllToAllGemm, CollectiveAllToAllGemm, DirectAllToAllGemm, FusedAllToAllGemm, Receiver
-from .ag_gemm import ChunkedGather, CollectiveGather, DirectGather, FusedGather, Gather, LowLatencyGather
+from .a2a_gemm import AllToAllGemm, ChunkedAllToAllGemm, CollectiveAllToAllGemm, DirectAllToAllGemm, FusedAllToAllGemm
+from .ag_gemm import (
+    AllGatherGemm,
+    ChunkedAllGatherGemm,
+    CollectiveAllGatherGemm,
+    DirectAllGatherGemm,
+    FusedAllGatherGemm,
+    LowLatencyAllGatherGemm,
+)
 from .gemm_a2a import (
     ChunkedGemmAllToAll,
     CollectiveGemmAllToAll,
     DirectGemmAllToAll,
-    Exchange,
     FusedGemmAllToAll,
+    GemmAllToAll,
     PulledChunkedGemmAllToAll,
     PulledFusedGemmAllToAll,
 )
-from .gemm_rs import ChunkedScatter, CollectiveScatter, DirectScatter, FusedScatter, LowLatencyScatter, Scatter
+from .gemm_rs import (
+    ChunkedGemmReduceScatter,
+    CollectiveGemmReduceScatter,
+    DirectGemmReduceScatter,
+    FusedGemmReduceScatter,
+    GemmReduceScatter,
+    LowLatencyGemmReduceScatter,
+)
 from .plan import EnginePlan
 
 Engines = dict[Kind, dict[str, Any]]  # by operator and method
 
 IN_NODE: Engines = {
-    Kind.GATHER: {
-        "collective": CollectiveGather,
-        "chunked": ChunkedGather,
-        "fused": FusedGather,
-        "direct": DirectGather,
-        "low_latency": LowLatencyGather,
+    Kind.AG_GEMM: {
+        "collective": CollectiveAllGatherGemm,
+        "chunked": ChunkedAllGatherGemm,
+        "fused": FusedAllGatherGemm,
+        "direct": DirectAllGatherGemm,
+        "low_latency": LowLatencyAllGatherGemm,
     },
-    Kind.SCATTER: {
-        "collective": CollectiveScatter,
-        "chunked": ChunkedScatter,
-        "fused": FusedScatter,
-        "direct": DirectScatter,
-        "low_latency": LowLatencyScatter,
+    Kind.GEMM_RS: {
+        "collective": CollectiveGemmReduceScatter,
+        "chunked": ChunkedGemmReduceScatter,
+        "fused": FusedGemmReduceScatter,
+        "direct": DirectGemmReduceScatter,
+        "low_latency": LowLatencyGemmReduceScatter,
     },
     Kind.GEMM_A2A: {
         "collective": CollectiveGemmAllToAll,
@@ -65,20 +79,22 @@ def register(reach: str, engines: Engines) -> None:
     TABLE[reach] = {kind: {"collective": IN_NODE[kind]["collective"], **methods} for kind, methods in engines.items()}
 
 
-def start_gather(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> Gather:
+def start_ag_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> AllGatherGemm:
     """A started engine that gathers x_shard_m [M/W, K]."""
     return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, x_shard_m.contiguous())
 
 
-def start_scatter(domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor) -> Scatter:
+def start_gemm_rs(
+    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
+) -> GemmReduceScatter:
     """A started engine that multiplies and reduces."""
     return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, a_mk, b_kn)
 
 
-def start_gemm_all_to_all(
+def start_gemm_a2a(
     domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
     into: torch.Tensor | None = None,
-) -> Exchange:  # fmt: skip
+) -> GemmAllToAll:  # fmt: skip
     """A started engine that multiplies and exchanges.
 
     into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
@@ -87,14 +103,14 @@ def start_gemm_all_to_all(
     return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, a_shard_m, b_kn, into)
 
 
-def start_pulled_gemm_all_to_all(
+def start_pulled_gemm_a2a(
     domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor, into: torch.Tensor
-) -> Exchange:
+) -> GemmAllToAll:
     """A started engine that multiplies and exchanges, whose blocks the ranks pull (plan.may_pull). `into` [W, M/W, N/W] is
     complete when the operator ends."""
     return PULLED[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
 
 
-def start_all_to_all_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> Receiver:
+def start_a2a_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> AllToAllGemm:
     """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
     return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, sent)

@@ -22,23 +22,23 @@ from itertools import product
 
 from .kinds import Kind
 from .order import Topology, Unit, targets
-from .transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Leg, Legs
+from .transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Transfer, Transfers
 
 
-def legs(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Legs:
-    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see transfers.legs."""
+def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
+    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see transfers.transfers."""
     after_tiles = tiled and not kind.receives
     if kind.gathers:
-        return Legs(tuple(_gathered(topology, chunks, after_tiles)))
+        return Transfers(tuple(_gathered(topology, chunks, after_tiles)))
     if kind.reduces:
-        return Legs(tuple(_scattered(topology, chunks, after_tiles)))
+        return Transfers(tuple(_scattered(topology, chunks, after_tiles)))
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
     if kind.sums_blocks and tiled:  # a tile needs its chunk from every rank; the library multiplies whole blocks
         pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
     rank = topology.rank
-    return Legs(
+    return Transfers(
         tuple(
-            Leg(_link(topology, target), rank, target, target, chunk, after_tiles, fills=rank)
+            Transfer(_link(topology, target), rank, target, target, chunk, after_tiles, fills=rank)
             for target, chunk in pieces
         )
     )
@@ -48,41 +48,42 @@ def _link(topology: Topology, target: int) -> str:
     return NVLINK if target in topology.ranks_of(topology.node) else NETWORK
 
 
-def _gathered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
+def _gathered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Transfer]:
     rank = topology.rank
     own_node = [target for target in targets(topology) if _link(topology, target) == NVLINK]
     for target in (*_rail_peers(topology, 1), *own_node):
         for chunk in range(chunks):
-            yield Leg(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
+            yield Transfer(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
     for block in _rail_peers(topology, -1):
         for target, chunk in product(own_node, range(chunks)):
-            yield Leg(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
+            yield Transfer(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
 
 
-def _scattered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Leg]:
+def _scattered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Transfer]:
     rank = topology.rank
     for block, chunk in product(targets(topology), range(chunks)):
         node, place = divmod(block, topology.local)
-        if block == topology.twin(node):  # the last of its node
-            yield Leg(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
+        if block == topology.rail_peer(node):  # the last of its node
+            yield Transfer(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
         else:
             near = topology.node * topology.local + place
-            yield Leg(NVLINK, rank, near, block, chunk, after_tiles, fills=topology.twin(node))
+            yield Transfer(NVLINK, rank, near, block, chunk, after_tiles, fills=topology.rail_peer(node))
 
 
 def _rail_peers(topology: Topology, step: int) -> list[int]:
     """The rail peers of this rank; those of following (step 1) or preceding (-1) nodes first."""
     far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
-    return [topology.twin(node) for node in far]
+    return [topology.rail_peer(node) for node in far]
 
 
 @dataclass(frozen=True)
 class SendRecv:
-    """What a rank sends over the network, what it receives meanwhile, and the legs that pass the latter on inside the node."""
+    """What a rank sends over the network, what it receives meanwhile, and the transfers that pass the latter on inside the
+    node."""
 
-    sent: Leg
-    received: Leg
-    passed_on: Legs
+    sent: Transfer
+    received: Transfer
+    passed_on: Transfers
 
     @property
     def for_another(self) -> bool:
@@ -98,11 +99,11 @@ class SendRecv:
 def send_recvs(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> tuple[SendRecv, ...]:
     """All of one pass, in order, for transports whose receiver must say what it expects: rail peers work out the same.
 
-    The legs of all ranks go equally far in each turn. So rail peers come to their parts of an exchange in the same order, and
-    what comes is what the rank so many nodes before sends: this rank's leg, moved back. To ask every rail peer for its legs would
-    take minutes with 1,024 nodes.
+    The transfers of all ranks go equally far in each turn. So rail peers come to their parts of an exchange in the same order,
+    and what comes is what the rank so many nodes before sends: this rank's transfer, moved back. To ask every rail peer for its
+    transfers would take minutes with 1,024 nodes.
     """
-    mine, found = legs(kind, topology, chunks, tiled), []
+    mine, found = transfers_of(kind, topology, chunks, tiled), []
     onward = mine.passed_on.by_unit
     for sent in mine.network:
         distance = sent.target // topology.local - topology.node
@@ -111,22 +112,24 @@ def send_recvs(kind: Kind, topology: Topology, chunks: int, tiled: bool = False)
     return tuple(found)
 
 
-def _moved(kind: Kind, topology: Topology, leg: Leg, nodes: int) -> Leg:
-    """The same leg of the rank that is `nodes` nodes further."""
+def _moved(kind: Kind, topology: Topology, transfer: Transfer, nodes: int) -> Transfer:
+    """The same transfer of the rank that is `nodes` nodes further."""
 
     def moved(rank: int) -> int:
         return (rank + nodes * topology.local) % topology.world
 
-    block = leg.block if kind.gathers else moved(leg.block)
-    return replace(leg, source=moved(leg.source), target=moved(leg.target), block=block, fills=moved(leg.fills))
+    block = transfer.block if kind.gathers else moved(transfer.block)
+    return replace(
+        transfer, source=moved(transfer.source), target=moved(transfer.target), block=block, fills=moved(transfer.fills)
+    )
 
 
-def _passed_on(onward: Mapping[Unit, Legs], rank: int, received: Leg) -> Legs:
+def _passed_on(onward: Mapping[Unit, Transfers], rank: int, received: Transfer) -> Transfers:
     """What rank `rank`, which passes on `onward`, does with what it has received."""
     block, chunk, target = received.fills, received.chunk, received.target
     if target != rank:
-        return Legs((Leg(NVLINK, rank, target, block, chunk, False, fills=block, carries=LANDED),))
-    return onward.get((block, chunk), Legs(()))
+        return Transfers((Transfer(NVLINK, rank, target, block, chunk, False, fills=block, carries=LANDED),))
+    return onward.get((block, chunk), Transfers(()))
 
 
 START, ARRIVE = "start", "arrive"

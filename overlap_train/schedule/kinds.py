@@ -28,9 +28,9 @@ class Kind(StrEnum):
     engine: Kind  # of the engine that runs it
     dgrad: Kind  # of the input gradient of a linear whose forward pass it is
 
-    GATHER = "gather", True, False
-    SCATTER = "scatter", False, False
-    SCATTER_AND_WGRAD = "scatter, wgrad", False, False, True
+    AG_GEMM = "gather", True, False
+    GEMM_RS = "scatter", False, False
+    GEMM_RS_AND_WGRAD = "scatter, wgrad", False, False, True
     A2A_GEMM = "a2a_gemm", True, True
     GEMM_A2A = "gemm_a2a", False, True
 
@@ -44,11 +44,11 @@ class Kind(StrEnum):
 
 
 for _kind in Kind:
-    _kind.engine = Kind.SCATTER if _kind.reduces else _kind
+    _kind.engine = Kind.GEMM_RS if _kind.reduces else _kind
 for _kind, _dgrad in (
-    (Kind.GATHER, Kind.SCATTER_AND_WGRAD),
-    (Kind.SCATTER, Kind.GATHER),
-    (Kind.SCATTER_AND_WGRAD, Kind.GATHER),
+    (Kind.AG_GEMM, Kind.GEMM_RS_AND_WGRAD),
+    (Kind.GEMM_RS, Kind.AG_GEMM),
+    (Kind.GEMM_RS_AND_WGRAD, Kind.AG_GEMM),
     (Kind.A2A_GEMM, Kind.GEMM_A2A),
     (Kind.GEMM_A2A, Kind.A2A_GEMM),
 ):

@@ -33,7 +33,7 @@ class Topology:
         """The node of this rank."""
         return self.rank // self.local
 
-    def twin(self, node: int) -> int:
+    def rail_peer(self, node: int) -> int:
         """The rank of `node` with the same local rank as this one."""
         return node * self.local + self.rank % self.local
 
@@ -42,13 +42,14 @@ class Topology:
         return range(node * self.local, (node + 1) * self.local)
 
     def sender(self, block: int) -> int:
-        """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a twin, else its twin here."""
-        return block if block == self.twin(block // self.local) else self.node * self.local + block % self.local
+        """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a rail peer, else its rail peer
+        here."""
+        return block if block == self.rail_peer(block // self.local) else self.node * self.local + block % self.local
 
     def receiver(self, target: int) -> int:
         """Who takes from the network what this rank sends to `target` of another node: the only rank there that it is connected
         with."""
-        return self.twin(target // self.local)
+        return self.rail_peer(target // self.local)
 
 
 Unit = tuple[int, int]  # (block, chunk)
@@ -63,11 +64,11 @@ def targets(topology: Topology) -> tuple[int, ...]:
 
 
 @cache
-def sources(topology: Topology, kind: Kind = Kind.GATHER) -> tuple[int, ...]:
+def sources(topology: Topology, kind: Kind = Kind.AG_GEMM) -> tuple[int, ...]:
     """The other ranks in the order in which their blocks arrive: own node first, in each node the nearest preceding first.
 
-    Of a far node a gather brings the twin's block first, and the others by way of this node. In an all-to-all every rank there
-    sends to its twin last.
+    Of a far node a gather brings the rail peer's block first, and the others by way of this node. In an all-to-all every rank
+    there sends to its rail peer last.
     """
     first = int(kind.exchanges)
     near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]

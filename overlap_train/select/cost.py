@@ -59,10 +59,10 @@ def power_us(system: System, flops: float) -> float:
     return us
 
 
-def library_us(system: System, m: int, n: int, k: int, parts: int = 1, spared_sms: int = 0) -> float:
+def library_us(system: System, m: int, n: int, k: int, parts: int = 1, sm_margin: int = 0) -> float:
     """One of `parts` library GEMMs [m, k] @ [k, n] that run one after the other: waves of tiles, or what power or memory allows.
-    spared_sms: that others hold."""
-    sms = system.sms - spared_sms
+    sm_margin: that others hold."""
+    sms = system.sms - sm_margin
     tiles = [(rows, cols, 1.0) for rows, cols in _LARGE_TILES] + [
         (*_SMALL_TILE, system.small_tile),
         (128, 192, 0.95),

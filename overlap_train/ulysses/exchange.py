@@ -26,9 +26,9 @@ from typing import Self
 import torch
 
 from ..group.domain import profiled
-from ..ops.a2a_gemm import Receiver
-from ..ops.gemm_a2a import Exchange
-from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all
+from ..ops.a2a_gemm import AllToAllGemm
+from ..ops.gemm_a2a import GemmAllToAll
+from ..ops.table import start_a2a_gemm, start_gemm_a2a
 from ..ops.wgrad import WeightGradient
 from ..select.autotune import Autotune, Timed, TimedBracket
 from .parts import Give, Part, ProductStep, Read, Step, run_steps
@@ -117,7 +117,7 @@ class Linear(InParts):
         meanwhile: called before the step waits for the part's blocks.
         """
 
-        def read(exchange: Exchange) -> None:
+        def read(exchange: GemmAllToAll) -> None:
             meanwhile()
             y.take(part, exchange.received())
 
@@ -131,7 +131,7 @@ class Linear(InParts):
         """(dx [M/W, K], dw). x: None if dw is not wanted."""
         dx, gradient = self.new_rows(self.w.shape[1]) if wants_dx else None, self.gradient()
 
-        def multiply(part: Part, receiver: Receiver) -> None:
+        def multiply(part: Part, receiver: AllToAllGemm) -> None:
             if dx is not None:
                 receiver.matmul(self.w, self.rows(dx, part))
             if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
@@ -148,7 +148,7 @@ class Linear(InParts):
         """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
         y, kept = self.new_rows(self.w.shape[0]), []
 
-        def multiply(part: Part, receiver: Receiver) -> None:
+        def multiply(part: Part, receiver: AllToAllGemm) -> None:
             receiver.matmul(self.w.t(), self.rows(y, part))
             if keep:
                 kept.append(receiver.received_copy())
@@ -173,10 +173,10 @@ class Linear(InParts):
             assert plan.wgrad is not None, "what forward has received was not kept"
             exchange = None
             with part.exchange.backward[dx is not None, True]:
-                receiver = start_all_to_all_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
+                receiver = start_a2a_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
                 if dx is not None:
                     dy_rows, place = self.rows(dy, part), dx.place(part)
-                    exchange = start_gemm_all_to_all(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, place)
+                    exchange = start_gemm_a2a(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, place)
                 self._add(gradient, dy, dx, part, receiver.received_view())
                 if exchange is not None and dx is not None:
                     dx.take(part, exchange.received())

@@ -19,11 +19,11 @@ from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import SLOTS
-from ..ops.a2a_gemm import Receiver
-from ..ops.gemm_a2a import Exchange
+from ..ops.a2a_gemm import AllToAllGemm
+from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.plan import EnginePlan
 from ..ops.plan_cache import PlannedOp
-from ..ops.table import start_all_to_all_gemm, start_gemm_all_to_all, start_pulled_gemm_all_to_all
+from ..ops.table import start_a2a_gemm, start_gemm_a2a, start_pulled_gemm_a2a
 from ..select.system import H200, System
 
 Give = Callable[[], torch.Tensor]
@@ -45,8 +45,8 @@ class Step:
     give: Give
     read: Read
 
-    def start(self, sent: torch.Tensor) -> Receiver | Exchange:
-        return start_all_to_all_gemm(self.domain, self.plan, self.tag, sent)
+    def start(self, sent: torch.Tensor) -> AllToAllGemm | GemmAllToAll:
+        return start_a2a_gemm(self.domain, self.plan, self.tag, sent)
 
     def with_product(self, b_kn: torch.Tensor, into: torch.Tensor | None, is_pulled: bool) -> ProductStep:
         """This step with a product in front of its all-to-all. b_kn, into, is_pulled: see ProductStep."""
@@ -70,10 +70,10 @@ class ProductStep(Step):
     into: torch.Tensor | None
     is_pulled: bool
 
-    def start(self, sent: torch.Tensor) -> Exchange:
+    def start(self, sent: torch.Tensor) -> GemmAllToAll:
         if self.is_pulled and self.into is not None:
-            return start_pulled_gemm_all_to_all(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
-        return start_gemm_all_to_all(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
+            return start_pulled_gemm_a2a(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
+        return start_gemm_a2a(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
 
     def may_go_before(self, reader: Step) -> bool:
         """Whether this step may begin before `reader`, the step before it, reads. It may if the reader's blocks are pulled:
@@ -87,7 +87,7 @@ def run_steps(steps: Sequence[Step]) -> None:
     First its blocks are made. If that takes a product, the product hides what the predecessor has sent. If the predecessor is
     pulled, the product of the step hides that.
     """
-    ahead: Receiver | Exchange | None = None
+    ahead: AllToAllGemm | GemmAllToAll | None = None
     for step, following in zip_longest(steps, steps[1:]):
         with step.bracket:
             receiver, ahead = ahead or step.start(step.give()), None

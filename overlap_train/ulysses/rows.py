@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ..ops.a2a_gemm import Receiver
+from ..ops.a2a_gemm import AllToAllGemm
 from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
 from .parts import Part, run_steps
 
@@ -170,7 +170,7 @@ class RowsBackward(Generic[P]):
             self._multiply(part, self._next_kept)
             return
 
-        def read(receiver: Receiver) -> None:
+        def read(receiver: AllToAllGemm) -> None:
             received = cache(receiver.received_view)
             self._multiply(part, self._next_kept if again is None else lambda: received()[:, back:])
             if back and self._dx is not None and before is not None:

@@ -42,7 +42,7 @@ from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
 from ..group.registry import domain_of
 from ..linear import column_backward, column_forward, row_backward, row_forward
-from ..ops.a2a_gemm import Receiver
+from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.plan import why_not_together
 from ..ops.plan_cache import Planned, PlannedOp, cache_of, made_cache, plan_of
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
@@ -120,7 +120,7 @@ class ShardedLinear(InParts):
             kept.append(gathered)
             return self.packed(product)
 
-        def taken(part: ShardedPart, receiver: Receiver) -> None:
+        def taken(part: ShardedPart, receiver: AllToAllGemm) -> None:
             y.take(part, receiver.received_view())
 
         run_steps([part.forward(partial(multiplied, part), partial(taken, part)) for part in self.parts])
@@ -133,7 +133,7 @@ class ShardedLinear(InParts):
         dx, dw = [], None if x is None else self._gradient()
         batch = self.batch * (self.shards if self.keeps_gathered else 1)
 
-        def multiplied(part: ShardedPart, receiver: Receiver) -> None:
+        def multiplied(part: ShardedPart, receiver: AllToAllGemm) -> None:
             blocks = receiver.received_view()  # whatever is frozen here
             if wants_dx or x is not None:
                 own = None if x is None else x[part.first * batch : part.last * batch]
@@ -146,7 +146,7 @@ class ShardedLinear(InParts):
         """(y [positions * batch, N] = reduce_scatter(all_to_all(x) @ w.T), what each part has received if it is kept)."""
         y, kept = [], []
 
-        def multiplied(part: ShardedPart, receiver: Receiver) -> None:
+        def multiplied(part: ShardedPart, receiver: AllToAllGemm) -> None:
             received = self._of_product(receiver.received_view())
             y.append(part.row_forward(received, self.w))
             if keep:
@@ -394,7 +394,7 @@ def _linear(
         apart = why_not_together(exchanges.plan, multiplies.plan, nodes)
         if apart is not None:
             raise ValueError(f"{name}: {apart}")
-        multiplies = multiplies.beside(exchanges.plan.fprop.spared_sms)
+        multiplies = multiplies.beside(exchanges.plan.fprop.sm_margin)
         parts.append(ShardedPart(first, last, exchanges.linear(name, meaning), multiplies.linear(name, meaning)))
     if terms.on_plan is not None:
         terms.on_plan(parts[0].product.plan, None)

@@ -58,7 +58,7 @@ def test_sums_are_those_of_rank_order_to_the_bit(few: Case, dtype: torch.dtype, 
         total = total if source == few.rank else total + mine[source]
     for _ in range(5):
         with domain.operator(tag, 1):
-            y = low_latency.scatter(domain, tag, partials[few.rank], spared_sms=0)
+            y = low_latency.scatter(domain, tag, partials[few.rank], sm_margin=0)
         assert torch.equal(y, total.to(dtype))
 
 
@@ -72,7 +72,7 @@ def test_a_thousand_calls_of_ranks_that_are_not_in_step(few: Case) -> None:
         if number % 50 == few.rank:
             torch.cuda._sleep(2_000_000)
         with domain.operator(tag, 1):
-            got = low_latency.gather(domain, tag, x[:rows] + (number + few.rank) % 128, spared_sms=0)
+            got = low_latency.gather(domain, tag, x[:rows] + (number + few.rank) % 128, sm_margin=0)
         for source in range(few.world):
             wrong += (got[source * rows : (source + 1) * rows] != x[:rows] + (number + source) % 128).sum()
     assert int(wrong) == 0

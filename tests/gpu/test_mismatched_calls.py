@@ -28,7 +28,7 @@ from overlap_train import (
     linear_all_to_all,
     linear_reduce_scatter,
 )
-from overlap_train.ops.ag_gemm import ChunkedGather
+from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
 from tests.gpu.conftest import share_gpus
 from tests.linear_cases import Case
 from tests.ports import free_ports
@@ -131,7 +131,7 @@ def test_ranks_that_raised_in_different_places_do_not_go_on(case: Case) -> None:
         raise MemoryError("none left")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ChunkedGather, "matmul" if case.rank == case.world - 1 else "__init__", refuse)
+        patched.setattr(ChunkedAllGatherGemm, "matmul" if case.rank == case.world - 1 else "__init__", refuse)
         with pytest.raises(MemoryError):
             gather(case)
     with pytest.raises(OverlapMismatchError) as caught:

@@ -18,10 +18,10 @@ from overlap_train.group.slots import Call
 from overlap_train.ops.launch import multiprocessors
 from overlap_train.ops.plan import EnginePlan, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
-from overlap_train.ops.table import start_gather, start_scatter
+from overlap_train.ops.table import start_ag_gemm, start_gemm_rs
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.schedule.transfers import legs
+from overlap_train.schedule.transfers import transfers_of
 from overlap_train.select.choose import choose
 from overlap_train.select.method import Method
 from overlap_train.select.passes import Pass
@@ -101,7 +101,7 @@ def test_own_rows_share_tiles_with_a_peers_where_that_saves_a_wave(case: Case) -
     if (case.config.method, case.world) != ("fused", 2):
         pytest.skip("4100 rows of fewer or more ranks are other tiles")
     assert choose(
-        "fused", Pass(Kind.SCATTER, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED
+        "fused", Pass(Kind.GEMM_RS, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED
     ).how.split_reduction
     for seed in range(3):
         OPERATORS["row"](case, (2050, 1), 4096, 4096, seed=seed)
@@ -170,8 +170,8 @@ def test_a_split_reduction_is_exact(case: Case, variant: Method) -> None:
         chunk_counts.add(dgrad.chunks)
         poison(case)
         with domain.operator(dgrad_tag, 2, variant.barrier_first):
-            gather = start_gather(domain, wgrad, wgrad_tag, own_x)
-            scatter = start_scatter(domain, dgrad, dgrad_tag, own_dy, own_weight)
+            gather = start_ag_gemm(domain, wgrad, wgrad_tag, own_x)
+            scatter = start_gemm_rs(domain, dgrad, dgrad_tag, own_dy, own_weight)
             gathered = gather.gathered_view().clone()
             dx = scatter.finish()
         assert torch.equal(gathered.double(), x)
@@ -186,9 +186,9 @@ def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Method) -
     topology = Topology(1, case.world, case.rank)
     plan = make_plan(ALL_GATHER_LINEAR, case.config, UNTUNED, topology, x, w)
     chunks = 1 if variant.whole else chunk_count(x.shape[0], x.shape[1] * x.element_size(), True)
-    route = legs(Kind.SCATTER, topology, chunks, tiled=True)
+    route = transfers_of(Kind.GEMM_RS, topology, chunks, tiled=True)
     assert plan.wgrad is not None
-    return plan.wgrad, replace(plan.dgrad, variant=variant, chunks=chunks, legs=route)
+    return plan.wgrad, replace(plan.dgrad, variant=variant, chunks=chunks, transfers=route)
 
 
 def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:

@@ -1,8 +1,8 @@
-"""Ranks with simulated GPUs on several nodes, and NCCL between twins: the real `StreamEngine` under the scheduler.
+"""Ranks with simulated GPUs on several nodes, and NCCL between rail peers: the real `StreamEngine` under the scheduler.
 
 An exchange is a kernel in a stream of its own: it starts when what the sending stream was given before is done, and spins until
-the twins that it sends to and receives from have come to the exchange of the same number. What it brings comes in any order: here
-the word before the data. Twins that start their exchanges in different order are found.
+the rail peers that it sends to and receives from have come to the exchange of the same number. What it brings comes in any order:
+here the word before the data. Twins that start their exchanges in different order are found.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class NodeDomain(SimulatedDomain):
         return replace(
             engine,
             chunks=chunks,
-            legs=core("schedule.inter_node").legs(*of_kind),
+            transfers=core("schedule.inter_node").transfers_of(*of_kind),
             send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
             together=together,
             by_rows=engine.kind == core("schedule.kinds").Kind.A2A_GEMM and self._simulation.by_rows,
@@ -136,7 +136,7 @@ class Post:
 
 
 class SimulatedNccl:
-    """An NcclTransport of one rank, which is connected with its twins. posted, blas: of all ranks."""
+    """An NcclTransport of one rank, which is connected with its rail peers. posted, blas: of all ranks."""
 
     def __init__(
         self, gpu: SimulatedGpu, driver: SimulatedDriver, topology: Any, posted: Posted, blas: SimulatedBlas

@@ -201,8 +201,8 @@ class SimulatedDomain:
 
 def _varied(engine: Any, topology: Any, variant: Any) -> Any:
     chunks = 1 if variant.whole else engine.chunks
-    legs = core("schedule.transfers").legs(engine.kind, topology, chunks, engine.method == "fused")
-    return dataclasses.replace(engine, variant=variant, chunks=chunks, legs=legs)
+    transfers = core("schedule.transfers").transfers_of(engine.kind, topology, chunks, engine.method == "fused")
+    return dataclasses.replace(engine, variant=variant, chunks=chunks, transfers=transfers)
 
 
 class SimulatedEngine:

@@ -178,7 +178,7 @@ GATHER = "ops.ag_gemm"
 )
 def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: Method) -> None:
     """A kernel that waits for no partials ends before its pushes, and a copy behind them would hold the weight gradient."""
-    engine, kept = core("ops.ag_gemm").ChunkedGather, []
+    engine, kept = core("ops.ag_gemm").ChunkedAllGatherGemm, []
     with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):
         assert_passes(mlp("fused", Simulation(2), variant=variant), range(1))
-    assert set(kept) == {(Kind.GATHER, True), (Kind.SCATTER, not variant.split_reduction)}
+    assert set(kept) == {(Kind.AG_GEMM, True), (Kind.GEMM_RS, not variant.split_reduction)}

@@ -71,7 +71,7 @@ def lengths(rows: tuple[int, ...]) -> Build:
             for call, count in enumerate(rows):
                 with domain.operator(tag_of("gather"), slots=1):
                     own = x[call, domain.rank, :count].contiguous()
-                    results[call, domain.rank] = core(CALLS).gather(domain, tag_of("gather"), own, spared_sms=0).clone()
+                    results[call, domain.rank] = core(CALLS).gather(domain, tag_of("gather"), own, sm_margin=0).clone()
 
         machine.spawn_hosts(scheduler, host)
 
@@ -124,7 +124,7 @@ def test_the_sum_is_that_of_rank_order_to_the_bit(dtype: torch.dtype, columns: i
 
         def host(domain: SimulatedDomain) -> None:
             with domain.operator(tag_of("sum"), slots=1):
-                results[domain.rank] = core(CALLS).scatter(domain, tag_of("sum"), partials[domain.rank], spared_sms=0)
+                results[domain.rank] = core(CALLS).scatter(domain, tag_of("sum"), partials[domain.rank], sm_margin=0)
 
         Simulation(world, ctas=1).spawn_hosts(scheduler, host)
 
@@ -150,7 +150,7 @@ def mismatched(second: str) -> Build:
         def host(domain: SimulatedDomain) -> None:
             tag, own = tag_of(second if domain.rank else "fc1", "16 rows"), torch.ones(TILE, TILE)
             with pytest.raises(OverlapMismatchError) as error, domain.operator(tag, 1):
-                core(CALLS).gather(domain, tag, own, spared_sms=0)
+                core(CALLS).gather(domain, tag, own, sm_margin=0)
             told.append(str(error.value))
 
         Simulation(2).spawn_hosts(scheduler, host)

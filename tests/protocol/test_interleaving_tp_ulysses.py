@@ -96,7 +96,7 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     exchanged = plan_book.Planned(rank.ulysses, rank.ulysses.plan("chunked", of_all, w, "ALL_TO_ALL", **settings))
 
     def linear(planned: Any) -> Any:
-        product = planned.beside(exchanged.plan.fprop.spared_sms).linear("linear")
+        product = planned.beside(exchanged.plan.fprop.sm_margin).linear("linear")
         parts = tuple(
             two_groups.ShardedPart(first, first + TILE, exchanged.linear("linear"), product)
             for first in range(0, PARTS * TILE, TILE)

@@ -59,30 +59,30 @@ def a_call(domain: SimulatedDomain, operator: str, method: str) -> Run:
     def run() -> None:
         with domain.operator(TAG, slots=1):
             if operator == "gather":
-                start.start_gather(domain, plan, TAG, x).matmul(b)
+                start.start_ag_gemm(domain, plan, TAG, x).matmul(b)
             elif operator == "scatter":
-                start.start_scatter(domain, plan, TAG, x, b).finish()
+                start.start_gemm_rs(domain, plan, TAG, x, b).finish()
             elif operator == "to_heads":
-                start.start_gemm_all_to_all(domain, plan, TAG, x, b).received()
+                start.start_gemm_a2a(domain, plan, TAG, x, b).received()
             else:
                 blocks, y = x.unflatten(0, (WORLD, ROWS)), torch.empty(ROWS, ROWS)
-                start.start_all_to_all_gemm(domain, plan, TAG, blocks).matmul(b, y)
+                start.start_a2a_gemm(domain, plan, TAG, blocks).matmul(b, y)
 
     return run
 
 
 @pytest.fixture
 def made(domain: SimulatedDomain, monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
-    """What was packed, and the legs whose way was worked out: how often."""
+    """What was packed, and the transfers whose way was worked out: how often."""
     times, route = Counter[Hashable](), NodeCall._route
 
     def pack(cache: Any, launcher: Any, key: Hashable, values: tuple[int, ...], launch: Launch) -> None:
         times[key] += 1
         cache._packed.put(key, lambda values: None)
 
-    def counted(call: Any, leg: Any, tiles: int, pitch: int) -> Any:
-        times[leg] += 1
-        return route(call, leg, tiles, pitch)
+    def counted(call: Any, transfer: Any, tiles: int, pitch: int) -> Any:
+        times[transfer] += 1
+        return route(call, transfer, tiles, pitch)
 
     monkeypatch.setattr(LaunchCache, "_run_and_pack", pack)
     monkeypatch.setattr(NodeCall, "_route", counted)
@@ -108,7 +108,7 @@ def test_later_calls_pack_nothing_again(domain: SimulatedDomain, made: Counter[H
 def test_a_scatter_waits_twice_for_each_chunk_of_a_far_node(
     method: str, domain: SimulatedDomain, made: Counter[Hashable]
 ) -> None:
-    """For the ranks before this one and behind it; in the end once for its node, and for each twin."""
+    """For the ranks before this one and behind it; in the end once for its node, and for each rail peer."""
     a_call(domain, "scatter", method)()
     waits = [key for key in made if isinstance(key, tuple) and str(key[0]).startswith("wait")]
     assert len(waits) == 2 * CHUNKS * (NODES - 1) + 1 + (NODES - 1)
@@ -120,9 +120,9 @@ def test_sums_take_a_block_for_each_far_node(
     """And no two sums lie in one place: all may be under way."""
     found, make = set[tuple[int, int]](), InterNodeGemmReduceScatter._make_sum
 
-    def kept(scatter: Any, twin: int, chunk: int, total: torch.Tensor) -> None:
+    def kept(scatter: Any, rail_peer: int, chunk: int, total: torch.Tensor) -> None:
         found.add((total.data_ptr(), total.untyped_storage().nbytes()))
-        make(scatter, twin, chunk, total)
+        make(scatter, rail_peer, chunk, total)
 
     monkeypatch.setattr(InterNodeGemmReduceScatter, "_make_sum", kept)
     a_call(domain, "scatter", "chunked")()

@@ -23,8 +23,8 @@ from overlap_train.nodes.engines import add_blocks
 from overlap_train.ops import gemm_rs as gemm_reduce_scatter
 from overlap_train.ops import launch as persistent
 from overlap_train.ops import low_latency
-from overlap_train.ops.ag_gemm import LowLatencyGather
-from overlap_train.ops.gemm_rs import LowLatencyScatter
+from overlap_train.ops.ag_gemm import LowLatencyAllGatherGemm
+from overlap_train.ops.gemm_rs import LowLatencyGemmReduceScatter
 from overlap_train.ops.launch import GatherOperands, ScatterOperands
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import tag_of
@@ -88,11 +88,11 @@ def receiving(domain: SimulatedDomain, make: Make) -> None:
 
 
 def few_gathered(domain: SimulatedDomain, make: Make) -> None:
-    low_latency.gather(domain, TAG, make(ROWS, COLUMNS, dtype=BF16), spared_sms=0)
+    low_latency.gather(domain, TAG, make(ROWS, COLUMNS, dtype=BF16), sm_margin=0)
 
 
 def few_scattered(domain: SimulatedDomain, make: Make) -> None:
-    low_latency.scatter(domain, TAG, make(WORLD * ROWS, COLUMNS, dtype=BF16), spared_sms=0)
+    low_latency.scatter(domain, TAG, make(WORLD * ROWS, COLUMNS, dtype=BF16), sm_margin=0)
 
 
 # By kernel: who launches it, and how many operands the caller gives. (Whatever else is written is new memory: aligned.)
@@ -159,12 +159,12 @@ def test_few_rows_leave_the_sms_of_an_exchange_beside_them(monkeypatch: pytest.M
         found.append((key, describe().grid))
 
     monkeypatch.setattr(LaunchCache, "run", run)
-    monkeypatch.setattr(low_latency, "grid_size", lambda programs, device, spared_sms: (132 - spared_sms,))
+    monkeypatch.setattr(low_latency, "grid_size", lambda programs, device, sm_margin: (132 - sm_margin,))
     make, domain = making(None), a_domain(Simulation(WORLD))
-    for spared_sms in (0, 5):
-        plan: Any = SimpleNamespace(spared_sms=spared_sms)
-        LowLatencyGather(domain, plan, TAG, make(ROWS, COLUMNS))
-        scatter = LowLatencyScatter(domain, plan, TAG, make(WORLD * ROWS, COLUMNS), make(COLUMNS, COLUMNS))
+    for sm_margin in (0, 5):
+        plan: Any = SimpleNamespace(sm_margin=sm_margin)
+        LowLatencyAllGatherGemm(domain, plan, TAG, make(ROWS, COLUMNS))
+        scatter = LowLatencyGemmReduceScatter(domain, plan, TAG, make(WORLD * ROWS, COLUMNS), make(COLUMNS, COLUMNS))
         scatter.finish()
     keys, grids = zip(*found, strict=True)
     assert grids == ((132,), (132,), (127,), (127,)) and len(set(keys)) == 4

@@ -16,14 +16,14 @@ pytest.importorskip("greenlet")
 
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology, sources, targets, tile_order
-from overlap_train.schedule.transfers import legs
+from overlap_train.schedule.transfers import transfers_of
 from tests.protocol.actors import Actor
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.interpreter_hooks import MemoryAccess
 from tests.protocol.operator_problems import gathers, scatters
 from tests.protocol.simulated_ranks import TILE, WORDS_AT_ONCE, SimulatedDomain, Simulation
 
-PROBLEMS = {Kind.GATHER: gathers, Kind.SCATTER: scatters}
+PROBLEMS = {Kind.AG_GEMM: gathers, Kind.GEMM_RS: scatters}
 WORDS = TILE * TILE  # of a block of fp32
 PARTS = WORDS // WORDS_AT_ONCE
 WORLDS = [2, 3, 5]
@@ -97,11 +97,11 @@ def in_turn(ranks: tuple[int, ...]) -> list[Piece]:
 
 
 def expected(kind: str, topology: Topology) -> Order:
-    """By the schedule: legs are of whole blocks, whose parts take turns, as tiles do that kernels store at the peers."""
-    to = tuple(leg.target for leg in legs(kind, topology, chunks=1))
-    if kind == Kind.GATHER:
+    """By the schedule: transfers are of whole blocks, whose parts take turns, as tiles do that kernels store at the peers."""
+    to = tuple(transfer.target for transfer in transfers_of(kind, topology, chunks=1))
+    if kind == Kind.AG_GEMM:
         return Order(list(to), in_turn(to), in_turn(sources(topology)))
-    interleaved = tile_order(Kind.SCATTER, topology, 1, PARTS, interleaved=True)
+    interleaved = tile_order(Kind.GEMM_RS, topology, 1, PARTS, interleaved=True)
     sent = [(block, part) for block, _, part in interleaved if block != topology.rank]
     in_rank_order = tuple(rank for rank in range(topology.world) if rank != topology.rank)  # as all methods add
     return Order(list(to), sent, in_turn(in_rank_order))
@@ -118,5 +118,5 @@ def test_all_parts_go_to_every_peer_in_the_order_of_the_legs() -> None:
     for rank in range(3):
         topology = Topology(1, 3, rank)
         assert (
-            expected(Kind.SCATTER, topology).sent == expected(Kind.GATHER, topology).sent == in_turn(targets(topology))
+            expected(Kind.GEMM_RS, topology).sent == expected(Kind.AG_GEMM, topology).sent == in_turn(targets(topology))
         )

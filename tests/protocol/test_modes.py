@@ -24,7 +24,7 @@ from overlap_train import (
 )
 from overlap_train.group import span
 from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
-from overlap_train.ops.ag_gemm import ChunkedGather
+from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
 from overlap_train.symmetric import host
 from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import OPERATORS, Case
@@ -68,7 +68,7 @@ def _after_memory_ran_out(rank: int, world: int) -> None:
 def _raised_in_different_places(rank: int, world: int) -> str:
     """All ranks raise, but one before its slot was used: memory does not run out everywhere in the same place. The slot would
     stay one use apart, and the blocks of an earlier call would count as those of the next."""
-    case, place = _case(), (ChunkedGather, "matmul" if rank else "__init__")
+    case, place = _case(), (ChunkedAllGatherGemm, "matmul" if rank else "__init__")
     x, w = torch.ones(4, 8), torch.ones(8, 8)
 
     def refuse(*_: Any) -> None:
@@ -196,7 +196,7 @@ def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
     case = _case(gathered_input="keep")
     everything = {operator: (x, w) for operator, x, w in _all(case)}
     for operator, engine, copy in (
-        (all_gather_linear, ChunkedGather, "gathered_copy"),
+        (all_gather_linear, ChunkedAllGatherGemm, "gathered_copy"),
         (all_to_all_linear, ChunkedAllToAllGemm, "received_copy"),
     ):
         x, w = everything[operator]

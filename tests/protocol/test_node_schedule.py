@@ -24,7 +24,7 @@ CHUNKS = 2
 PACKAGE = "overlap_train.schedule"
 FILES = ("order", "transfers", "inter_node")  # each imports from those before
 EXCHANGES = (Kind.A2A_GEMM, Kind.GEMM_A2A)
-KINDS = (Kind.GATHER, Kind.SCATTER, *EXCHANGES)
+KINDS = (Kind.AG_GEMM, Kind.GEMM_RS, *EXCHANGES)
 
 
 def whole_schedule() -> ModuleType:
@@ -47,36 +47,40 @@ def every_block_arrives_once_from_its_one_writer(module: ModuleType, nodes: int,
     for kind in KINDS:
         arrived = Counter()
         for topology in world:
-            for leg in module.legs(kind, topology, CHUNKS):
-                assert leg.source == topology.rank != leg.target
-                assert world[leg.target].sender(leg.fills) == writer(topology, leg)
-                assert (leg.link == NVLINK) == (leg.source // local == leg.target // local)
-                arrived[leg.target, leg.fills, leg.chunk] += 1
+            for transfer in module.transfers_of(kind, topology, CHUNKS):
+                assert transfer.source == topology.rank != transfer.target
+                assert world[transfer.target].sender(transfer.fills) == writer(topology, transfer)
+                assert (transfer.link == NVLINK) == (transfer.source // local == transfer.target // local)
+                arrived[transfer.target, transfer.fills, transfer.chunk] += 1
         ranks = range(nodes * local)
         assert arrived == {(t, b, c): 1 for t, b, c in product(ranks, ranks, range(CHUNKS)) if t != b}
 
 
-def writer(topology: Any, leg: Any) -> int:
+def writer(topology: Any, transfer: Any) -> int:
     """Who writes at the target: the sender, or the rank of the target's node that takes it from the network for the target."""
-    takes = topology.receiver(leg.target) if leg.link == NETWORK else leg.target
-    return leg.source if takes == leg.target else takes
+    takes = topology.receiver(transfer.target) if transfer.link == NETWORK else transfer.target
+    return transfer.source if takes == transfer.target else takes
 
 
 def an_all_to_all_gives_every_rank_its_own_blocks(module: ModuleType, nodes: int, local: int) -> None:
     """As they are: nobody adds or passes on anything."""
     for kind, topology in product(EXCHANGES, topologies(module, nodes, local)):
-        for leg in module.legs(kind, topology, CHUNKS):
-            assert (leg.block, leg.fills, leg.carries) == (leg.target, topology.rank, module.OPERAND)
+        for transfer in module.transfers_of(kind, topology, CHUNKS):
+            assert (transfer.block, transfer.fills, transfer.carries) == (
+                transfer.target,
+                topology.rank,
+                module.OPERAND,
+            )
 
 
 def a_gather_gives_every_rank_every_shard(module: ModuleType, nodes: int, local: int) -> None:
-    """Legs carry what is there when all before them are done; what is passed on must have arrived."""
+    """Transfers carry what is there when all before them are done; what is passed on must have arrived."""
     world = topologies(module, nodes, local)
     held = {rank: {(rank, chunk): rank for chunk in range(CHUNKS)} for rank in range(nodes * local)}
-    legs = [leg for topology in world for leg in module.legs(Kind.GATHER, topology, CHUNKS)]
-    for leg in sorted(legs, key=lambda leg: leg.carries == module.ARRIVED):
-        block = leg.block if leg.carries == module.ARRIVED else leg.source
-        held[leg.target][leg.fills, leg.chunk] = held[leg.source][block, leg.chunk]
+    transfers = [transfer for topology in world for transfer in module.transfers_of(Kind.AG_GEMM, topology, CHUNKS)]
+    for transfer in sorted(transfers, key=lambda transfer: transfer.carries == module.ARRIVED):
+        block = transfer.block if transfer.carries == module.ARRIVED else transfer.source
+        held[transfer.target][transfer.fills, transfer.chunk] = held[transfer.source][block, transfer.chunk]
     everything = {(rank, chunk): rank for rank in held for chunk in range(CHUNKS)}
     assert all(blocks == everything for blocks in held.values())
 
@@ -86,48 +90,55 @@ def a_scatter_adds_every_partial_once(module: ModuleType, nodes: int, local: int
     world = topologies(module, nodes, local)
     for chunk in range(CHUNKS):
         slots: dict[int, dict[int, Counter]] = {topology.rank: {} for topology in world}
-        legs = [leg for t in world for leg in module.legs(Kind.SCATTER, t, CHUNKS) if leg.chunk == chunk]
-        for leg in sorted(legs, key=lambda leg: leg.carries == NODE_SUM):
-            sent = Counter([(leg.source, leg.block)])
-            if leg.carries == NODE_SUM:
-                sent += _received(slots[leg.source], world[leg.source], leg.target // local)
-            slots[leg.target][leg.fills] = sent
+        transfers = [
+            transfer
+            for t in world
+            for transfer in module.transfers_of(Kind.GEMM_RS, t, CHUNKS)
+            if transfer.chunk == chunk
+        ]
+        for transfer in sorted(transfers, key=lambda transfer: transfer.carries == NODE_SUM):
+            sent = Counter([(transfer.source, transfer.block)])
+            if transfer.carries == NODE_SUM:
+                sent += _received(slots[transfer.source], world[transfer.source], transfer.target // local)
+            slots[transfer.target][transfer.fills] = sent
         for topology in world:
             total = Counter([(topology.rank, topology.rank)])
             total += _received(slots[topology.rank], topology, topology.node)
             for node in range(nodes):
-                total += slots[topology.rank][topology.twin(node)] if node != topology.node else Counter()
+                total += slots[topology.rank][topology.rail_peer(node)] if node != topology.node else Counter()
             assert total == {(source, topology.rank): 1 for source in range(nodes * local)}
 
 
 def _received(slots: dict[int, Counter], topology: Any, node: int) -> Counter:
-    """The partials of the other ranks of this node for this rank's twin in `node`."""
-    blocks = [block for block in topology.ranks_of(node) if block != topology.twin(node)]
+    """The partials of the other ranks of this node for this rank's rail peer in `node`."""
+    blocks = [block for block in topology.ranks_of(node) if block != topology.rail_peer(node)]
     return sum((slots[block] for block in blocks), Counter())
 
 
 def each_byte_crosses_the_network_once(module: ModuleType, nodes: int, local: int) -> None:
-    """Between twins: a rank sends each far node its shard, or one sum, or the blocks of its ranks, and nothing else."""
+    """Between rail peers: a rank sends each far node its shard, or one sum, or the blocks of its ranks, and nothing else."""
     for kind, topology in product(KINDS, topologies(module, nodes, local)):
-        crossing = [leg for leg in module.legs(kind, topology, CHUNKS) if leg.link == NETWORK]
-        twins = {topology.twin(node) for node in range(nodes)} - {topology.rank}
+        crossing = [transfer for transfer in module.transfers_of(kind, topology, CHUNKS) if transfer.link == NETWORK]
+        rail_peers = {topology.rail_peer(node) for node in range(nodes)} - {topology.rank}
         far = set(range(topology.world)) - set(topology.ranks_of(topology.node))
-        targets = far if kind in EXCHANGES else twins
-        assert Counter((leg.target, leg.chunk) for leg in crossing) == {
+        targets = far if kind in EXCHANGES else rail_peers
+        assert Counter((transfer.target, transfer.chunk) for transfer in crossing) == {
             (t, c): 1 for t in targets for c in range(CHUNKS)
         }
-        assert {topology.receiver(leg.target) for leg in crossing} == twins
-        assert all(topology.receiver(leg.target) // local == leg.target // local for leg in crossing)
+        assert {topology.receiver(transfer.target) for transfer in crossing} == rail_peers
+        assert all(topology.receiver(transfer.target) // local == transfer.target // local for transfer in crossing)
 
 
 def the_network_comes_first(module: ModuleType, nodes: int, local: int) -> None:
     """Far is sent before near, and own before what is passed on; a scatter and GEMM + A2A work for the own node last."""
     for topology in topologies(module, nodes, local):
-        for kind in (Kind.GATHER, *EXCHANGES):
-            sent = list(module.legs(kind, topology, CHUNKS))
-            stages = [0 if leg.link == NETWORK else 1 if leg.carries == module.OPERAND else 2 for leg in sent]
+        for kind in (Kind.AG_GEMM, *EXCHANGES):
+            sent = list(module.transfers_of(kind, topology, CHUNKS))
+            stages = [
+                0 if transfer.link == NETWORK else 1 if transfer.carries == module.OPERAND else 2 for transfer in sent
+            ]
             assert stages == sorted(stages)
-        for kind in (Kind.SCATTER, Kind.GEMM_A2A):
+        for kind in (Kind.GEMM_RS, Kind.GEMM_A2A):
             far = [block // local != topology.node for block, *_ in module.tile_order(kind, topology, CHUNKS, 1)]
             assert far == sorted(far, reverse=True)
             assert [block for block, *_ in module.tile_order(kind, topology, CHUNKS, 1)][-1] == topology.rank
@@ -137,7 +148,7 @@ def blocks_of_an_all_to_all_arrive_in_the_order_of_its_product(module: ModuleTyp
     """One after the other, each from another rank; whole, since the library multiplies whole blocks; the own node's first."""
     world = topologies(module, nodes, local)
     for kind in EXCHANGES:
-        crossing = [[t for t, _ in module.legs(kind, topology, CHUNKS).network.by_target] for topology in world]
+        crossing = [[t for t, _ in module.transfers_of(kind, topology, CHUNKS).network.by_target] for topology in world]
         assert all(sorted(turn) == list(range(nodes * local)) for turn in zip(*crossing, strict=True))
         assert all(len(turns) == (nodes - 1) * local for turns in crossing), "all chunks of one, then those of the next"
         for topology in world:
@@ -167,26 +178,26 @@ def nodes_do_not_all_send_to_the_same_one(module: ModuleType, nodes: int, local:
     for turn in range(nodes - 1):
         for place in range(local):
             ranks = [topology for topology in world if topology.rank % local == place]
-            for kind in (Kind.GATHER, Kind.SCATTER):
-                crossing = [list(module.legs(kind, t, 1).network)[turn].target for t in ranks]
+            for kind in (Kind.AG_GEMM, Kind.GEMM_RS):
+                crossing = [list(module.transfers_of(kind, t, 1).network)[turn].target for t in ranks]
                 assert len(set(crossing)) == nodes
-            arrives = {list(module.legs(Kind.GATHER, t, 1).network)[turn].target: t.node for t in ranks}
+            arrives = {list(module.transfers_of(Kind.AG_GEMM, t, 1).network)[turn].target: t.node for t in ranks}
             for topology in ranks:
                 blocks = module.sources(topology)[local - 1 + turn * local :][:local]
                 assert {block // local for block in blocks} == {arrives[topology.rank]}
-                assert blocks[0] == topology.twin(arrives[topology.rank]), "passed on blocks come after"
+                assert blocks[0] == topology.rail_peer(arrives[topology.rank]), "passed on blocks come after"
 
 
 def tiles_are_taken_in_the_order_of_the_legs(module: ModuleType, nodes: int, local: int) -> None:
     for topology in topologies(module, nodes, local):
-        for kind in (Kind.SCATTER, Kind.GEMM_A2A):
+        for kind in (Kind.GEMM_RS, Kind.GEMM_A2A):
             tiles = list(module.tile_order(kind, topology, CHUNKS, 1))
-            left = [(leg.block, leg.chunk) for leg in module.legs(kind, topology, CHUNKS)]
+            left = [(transfer.block, transfer.chunk) for transfer in module.transfers_of(kind, topology, CHUNKS)]
             assert left == [(block, chunk) for block, chunk, _ in tiles[: len(left)]]
-        assert {block for block, *_ in module.tile_order(Kind.GATHER, topology, CHUNKS, 1)} == set(
+        assert {block for block, *_ in module.tile_order(Kind.AG_GEMM, topology, CHUNKS, 1)} == set(
             range(topology.world)
         )
-        first = [block for block, chunk, _ in module.tile_order(Kind.GATHER, topology, CHUNKS, 1) if chunk == 0]
+        first = [block for block, chunk, _ in module.tile_order(Kind.AG_GEMM, topology, CHUNKS, 1) if chunk == 0]
         assert first == [topology.rank, *module.sources(topology)]
         assert {block // local for block in first[:local]} == {topology.node}, "the own node needs no network"
 
@@ -203,25 +214,25 @@ def twins_expect_what_is_sent(module: ModuleType, nodes: int, local: int) -> Non
                 assert crossing.sent.source == rank
                 assert world[crossing.received.source].receiver(crossing.received.target) == rank
                 node = (
-                    set(world[rank].ranks_of(world[rank].node)) if kind == Kind.GATHER else {crossing.received.target}
+                    set(world[rank].ranks_of(world[rank].node)) if kind == Kind.AG_GEMM else {crossing.received.target}
                 )
                 chunk = (crossing.received.fills, crossing.received.chunk)
-                assert {leg.target for leg in crossing.passed_on} == node - {rank}
-                assert {(leg.block, leg.chunk) for leg in crossing.passed_on} <= {chunk}
+                assert {transfer.target for transfer in crossing.passed_on} == node - {rank}
+                assert {(transfer.block, transfer.chunk) for transfer in crossing.passed_on} <= {chunk}
 
 
 def what_is_received_is_what_a_twin_sends(module: ModuleType, nodes: int, local: int) -> None:
-    """By the plain definition: every twin is asked for its legs, and every leg whether it passes on what came."""
+    """By the plain definition: every rail peer is asked for its transfers, and every transfer whether it passes on what came."""
     for kind, topology in product(KINDS, topologies(module, nodes, local)):
-        mine, found = module.legs(kind, topology, CHUNKS), module.send_recvs(kind, topology, CHUNKS)
+        mine, found = module.transfers_of(kind, topology, CHUNKS), module.send_recvs(kind, topology, CHUNKS)
         assert tuple(crossing.sent for crossing in found) == mine.network.all
         for turn, crossing in enumerate(found):
             distance = crossing.sent.target // local - topology.node
-            twin = module.Topology(nodes, local, topology.twin((topology.node - distance) % nodes))
-            assert crossing.received == module.legs(kind, twin, CHUNKS).network.all[turn]
+            rail_peer = module.Topology(nodes, local, topology.rail_peer((topology.node - distance) % nodes))
+            assert crossing.received == module.transfers_of(kind, rail_peer, CHUNKS).network.all[turn]
             unit = (crossing.received.fills, crossing.received.chunk)
             if not crossing.for_another:
-                onward = tuple(leg for leg in mine.passed_on if (leg.block, leg.chunk) == unit)
+                onward = tuple(transfer for transfer in mine.passed_on if (transfer.block, transfer.chunk) == unit)
                 assert crossing.passed_on.all == onward
 
 
@@ -234,12 +245,15 @@ def far_blocks_of_an_all_to_all_are_received_or_passed_on_once(module: ModuleTyp
             for crossing in module.send_recvs(kind, topology, CHUNKS):
                 copies = list(crossing.passed_on)
                 assert crossing.for_another == bool(copies)
-                assert {(leg.source, leg.link, leg.carries) for leg in copies} <= {
+                assert {(transfer.source, transfer.link, transfer.carries) for transfer in copies} <= {
                     (topology.rank, NVLINK, module.LANDED)
                 }
-                for leg in copies or [crossing.received]:
-                    assert leg.target == topology.rank or world[leg.target].sender(leg.fills) == topology.rank
-                    came[leg.target, leg.fills, leg.chunk] += 1
+                for transfer in copies or [crossing.received]:
+                    assert (
+                        transfer.target == topology.rank
+                        or world[transfer.target].sender(transfer.fills) == topology.rank
+                    )
+                    came[transfer.target, transfer.fills, transfer.chunk] += 1
         far = [
             (t.rank, b, c) for t, b, c in product(world, range(nodes * local), range(CHUNKS)) if b // local != t.node
         ]
@@ -249,9 +263,11 @@ def far_blocks_of_an_all_to_all_are_received_or_passed_on_once(module: ModuleTyp
 def a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk(module: ModuleType, nodes: int, local: int) -> None:
     """Far before near, as for the library. Each tile needs its chunk from every rank, so first chunks come before second ones."""
     for topology in topologies(module, nodes, local):
-        tiled = module.legs(Kind.A2A_GEMM, topology, CHUNKS, True)
-        assert Counter(tiled) == Counter(module.legs(Kind.A2A_GEMM, topology, CHUNKS)), "the same, in another order"
-        order = [(leg.link == NVLINK, leg.chunk) for leg in tiled]
+        tiled = module.transfers_of(Kind.A2A_GEMM, topology, CHUNKS, True)
+        assert Counter(tiled) == Counter(module.transfers_of(Kind.A2A_GEMM, topology, CHUNKS)), (
+            "the same, in another order"
+        )
+        order = [(transfer.link == NVLINK, transfer.chunk) for transfer in tiled]
         assert order == sorted(order)
         assert [crossing.sent for crossing in module.send_recvs(Kind.A2A_GEMM, topology, CHUNKS, True)] == list(
             tiled.network
@@ -259,13 +275,13 @@ def a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk(module: ModuleType,
 
 
 def a_kernel_multiplies_what_arrives_first(module: ModuleType, nodes: int, local: int) -> None:
-    """Of a far node the first chunk of each rank, then the second: twins send theirs at the same time."""
+    """Of a far node the first chunk of each rank, then the second: rail peers send theirs at the same time."""
     for topology in topologies(module, nodes, local):
-        order = [(block, chunk) for block, chunk, _ in module.tile_order(Kind.GATHER, topology, CHUNKS, 1)]
+        order = [(block, chunk) for block, chunk, _ in module.tile_order(Kind.AG_GEMM, topology, CHUNKS, 1)]
         assert len(set(order)) == len(order) == topology.world * CHUNKS
         far = order[local * CHUNKS :]
         for crossing, first in zip(
-            module.send_recvs(Kind.GATHER, topology, CHUNKS), range(0, len(far), local), strict=True
+            module.send_recvs(Kind.AG_GEMM, topology, CHUNKS), range(0, len(far), local), strict=True
         ):
             node = crossing.received.source // local
             expected = [(block, crossing.received.chunk) for block in topology.ranks_of(node)]
@@ -274,9 +290,13 @@ def a_kernel_multiplies_what_arrives_first(module: ModuleType, nodes: int, local
 
 def what_a_kernel_sends_leaves_after_its_tiles(module: ModuleType, nodes: int, local: int) -> None:
     for kind, topology in product(KINDS, topologies(module, nodes, local)):
-        assert not any(leg.after_tiles for leg in module.legs(kind, topology, CHUNKS))
-        own = [leg for leg in module.legs(kind, topology, CHUNKS, True) if leg.carries != module.ARRIVED]
-        assert {leg.after_tiles for leg in own} == {kind in (Kind.SCATTER, Kind.GEMM_A2A)}
+        assert not any(transfer.after_tiles for transfer in module.transfers_of(kind, topology, CHUNKS))
+        own = [
+            transfer
+            for transfer in module.transfers_of(kind, topology, CHUNKS, True)
+            if transfer.carries != module.ARRIVED
+        ]
+        assert {transfer.after_tiles for transfer in own} == {kind in (Kind.GEMM_RS, Kind.GEMM_A2A)}
 
 
 def what_a_rank_receives_last_of_an_all_to_all_is_its_own(module: ModuleType, nodes: int, local: int) -> None:
@@ -286,8 +306,8 @@ def what_a_rank_receives_last_of_an_all_to_all_is_its_own(module: ModuleType, no
         assert not module.send_recvs(kind, topology, CHUNKS)[-1].for_another
 
 
-def key_of(leg: Any) -> tuple[int, ...]:
-    return leg.source, leg.target, leg.fills, leg.chunk
+def key_of(transfer: Any) -> tuple[int, ...]:
+    return transfer.source, transfer.target, transfer.fills, transfer.chunk
 
 
 RULES: list[Callable[[ModuleType, int, int], None]] = [
@@ -317,23 +337,25 @@ def test_rule(rule: Callable[[ModuleType, int, int], None], nodes: int, local: i
     rule(SCHEDULE, nodes, local)
 
 
-def test_crossings_are_worked_out_from_one_ranks_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crossings_are_worked_out_from_one_ranks_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or 1,024 nodes would take a thousand times as long as one."""
-    asked, legs = [], inter_node.legs
-    monkeypatch.setattr(inter_node, "legs", lambda *what: asked.append(what) or legs(*what))
+    asked, plain = [], inter_node.transfers_of
+    monkeypatch.setattr(inter_node, "transfers_of", lambda *what: asked.append(what) or plain(*what))
     for kind in KINDS:
         inter_node.send_recvs(kind, Topology(64, 2, 5), CHUNKS)
     assert [topology.rank for _, topology, *_ in asked] == [5] * len(KINDS)
 
 
 def test_one_node_is_as_it_was() -> None:
-    """Nearest following first, nearest preceding first, and every leg inside the node."""
+    """Nearest following first, nearest preceding first, and every transfer inside the node."""
     for world, rank in ((1, 0), (3, 1), (4, 3)):
         topology = Topology(1, world, rank)
         assert SCHEDULE.targets(topology) == tuple((rank + step) % world for step in range(1, world))
         assert SCHEDULE.sources(topology) == tuple((rank - step) % world for step in range(1, world))
         for kind in KINDS:
             assert SCHEDULE.sources(topology, kind) == SCHEDULE.sources(topology)
-            legs = transfers.legs(kind, topology, 2)
-            assert {(leg.link, leg.fills, leg.carries) for leg in legs} <= {(NVLINK, rank, SCHEDULE.OPERAND)}
-            assert legs.inside.all == legs.all and not legs.network.all and not legs.passed_on.all
+            mine = transfers.transfers_of(kind, topology, 2)
+            assert {(transfer.link, transfer.fills, transfer.carries) for transfer in mine} <= {
+                (NVLINK, rank, SCHEDULE.OPERAND)
+            }
+            assert mine.inside.all == mine.all and not mine.network.all and not mine.passed_on.all

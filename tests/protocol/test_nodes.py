@@ -151,7 +151,7 @@ def _meet(rank: int, world: int, fault: bool) -> list[tuple[float, float]]:
 
 
 def _meet_in_the_node(self: NodeWaits, call: Any) -> None:
-    """Without the step in which twins meet."""
+    """Without the step in which rail peers meet."""
     next_epoch_on_host(call)
     beside = [rank for rank in self.topology.ranks_of(self.topology.node) if rank != self.rank]
     for rank in beside:
@@ -512,8 +512,10 @@ def _step(config: OverlapConfig, first: Callable[..., torch.Tensor], second: Cal
 def test_a_dead_or_stopped_rank_of_another_node_is_named(how: str, operators: str) -> None:
     *outcomes, victim = run_ranks(4, _victim, how, operators, limit_s=40, grace_s=TIMEOUT_S + 6)
     assert victim.value is None and victim.exit_code == -signal.SIGKILL
-    own, twin, beside = map(_message, outcomes)
-    assert "of rank 3 (of node 1, over the network to this node 0" in twin or "could not send to rank 3" in twin
+    own, rail_peer, beside = map(_message, outcomes)
+    assert (
+        "of rank 3 (of node 1, over the network to this node 0" in rail_peer or "could not send to rank 3" in rail_peer
+    )
     if operators == "tensor":
         assert "of rank" in own and "of rank 3" in beside, "rank 0 by way of rank 1, which gave up, too"
     else:

@@ -133,7 +133,7 @@ FAULTS = [
     Fault("leaves without acquire", hook.accesses(".left", "atomic", hook.ordered("RELEASE")), DIRECT, "leaves with"),
     # between nodes
     Fault("what crosses is not awaited", lambda: hook.nothing_is_awaited(), NCCL, ANY),
-    Fault("zeros cross", hook.exchanges(lambda leg, sent, into: (leg, with_zeros(sent), into)), NCCL),
+    Fault("zeros cross", hook.exchanges(lambda transfer, sent, into: (transfer, with_zeros(sent), into)), NCCL),
     Fault("put signals before its data", hook.puts(hook.put_signal_first), NVSHMEM),
     Fault("put leaves its data out", hook.puts(hook.put_without_data), NVSHMEM),
     Fault("put left out", hook.puts(hook.put_left_out), NVSHMEM, STOPS),

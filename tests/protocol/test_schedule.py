@@ -10,7 +10,7 @@ import triton.language as tl
 from overlap_train.kernels.order import exchange_piece, gather_tile, received_block, scatter_tile
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology, sources, targets, tile_order
-from overlap_train.schedule.transfers import legs
+from overlap_train.schedule.transfers import transfers_of
 
 SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (8, 8, 2)]
 NODES = [(2, 1, 2, 1), (2, 2, 1, 3), (2, 3, 2, 2), (3, 2, 2, 1)]  # nodes, ranks of each, chunks, tiles
@@ -64,13 +64,13 @@ def test_kernels_take_tiles_in_the_schedules_order(nodes: int, local: int, chunk
     for rank in range(world):
         topology = Topology(nodes, local, rank)
         assert order_of(list_gather_kernel, count, rank, tiles, **constants) == list(
-            tile_order(Kind.GATHER, topology, chunks, tiles)
+            tile_order(Kind.AG_GEMM, topology, chunks, tiles)
         )
         received = order_of(list_blocks_kernel, world, rank, WORLD=world, LOCAL=local)
         assert [block for block, *_ in received] == [rank, *sources(topology, Kind.A2A_GEMM)]
         for interleaved in (False, True) if nodes == 1 else (False,):
             taken = order_of(list_scatter_kernel, count, rank, tiles, count, INTERLEAVED=interleaved, **constants)
-            assert taken == list(tile_order(Kind.SCATTER, topology, chunks, tiles, interleaved))
+            assert taken == list(tile_order(Kind.GEMM_RS, topology, chunks, tiles, interleaved))
             assert taken == list(tile_order(Kind.GEMM_A2A, topology, chunks, tiles, interleaved)), "the same kernel"
 
 
@@ -89,7 +89,10 @@ def test_kernels_store_rows_at_peers_in_the_order_of_the_legs(world: int, chunks
     for rank in range(world):
         told = dict(INTERLEAVED=False, WORLD=world, LOCAL=world, CHUNKS=chunks)
         taken = order_of(list_scatter_kernel, count, rank, tiles, count, **told)
-        expected = [(leg.target, leg.chunk) for leg in legs(Kind.GATHER, Topology(1, world, rank), chunks)]
+        expected = [
+            (transfer.target, transfer.chunk)
+            for transfer in transfers_of(Kind.AG_GEMM, Topology(1, world, rank), chunks)
+        ]
         assert [(target, chunk) for target, chunk, piece in taken if piece == 0] == expected
 
 
@@ -98,21 +101,26 @@ def test_kernels_exchange_pieces_in_the_order_of_the_legs(world: int, chunks: in
     """The first chunk of every peer's rows, then the second: a tile needs its chunk from every rank."""
     count = (world - 1) * chunks * pieces
     for rank in range(world):
-        sent = [(leg.target, leg.chunk) for leg in legs(Kind.A2A_GEMM, Topology(1, world, rank), chunks)]
+        sent = [
+            (transfer.target, transfer.chunk)
+            for transfer in transfers_of(Kind.A2A_GEMM, Topology(1, world, rank), chunks)
+        ]
         assert sent == [(target, chunk) for chunk in range(chunks) for target in targets(Topology(1, world, rank))]
         taken = order_of(list_pieces_kernel, count, rank, pieces, count, WORLD=world)
         assert taken == [(target, chunk, piece) for target, chunk in sent for piece in range(pieces)]
 
 
-@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A])
+@pytest.mark.parametrize("kind", [Kind.AG_GEMM, Kind.GEMM_RS, Kind.A2A_GEMM, Kind.GEMM_A2A])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_every_rank_gets_every_block_once(kind: str, world: int) -> None:
     received: dict[tuple[int, int, int], int] = {}
     for rank in range(world):
-        for leg in legs(kind, Topology(1, world, rank), chunks=2):
-            assert leg.source == rank != leg.target
-            assert leg.block == (0 if kind == Kind.GATHER else leg.target)
-            received[leg.target, leg.source, leg.chunk] = received.get((leg.target, leg.source, leg.chunk), 0) + 1
+        for transfer in transfers_of(kind, Topology(1, world, rank), chunks=2):
+            assert transfer.source == rank != transfer.target
+            assert transfer.block == (0 if kind == Kind.AG_GEMM else transfer.target)
+            received[transfer.target, transfer.source, transfer.chunk] = (
+                received.get((transfer.target, transfer.source, transfer.chunk), 0) + 1
+            )
     assert received == {(t, s, c): 1 for t in range(world) for s in range(world) if s != t for c in range(2)}
 
 
@@ -128,11 +136,11 @@ def test_blocks_arrive_in_the_order_in_which_they_were_sent(world: int) -> None:
 @pytest.mark.parametrize(("world", "chunks"), [(3, 2), (4, 1)])
 def test_tiles_are_computed_in_the_order_in_which_their_rows_leave(world: int, chunks: int) -> None:
     topology = Topology(1, world, 1)
-    for kind in (Kind.SCATTER, Kind.GEMM_A2A):
+    for kind in (Kind.GEMM_RS, Kind.GEMM_A2A):
         for interleaved in (False, True):
             order = list(tile_order(kind, topology, chunks, 2, interleaved))
             assert [block for block, _, _ in order[-2 * chunks :]] == [1] * 2 * chunks, "own rows, or columns, last"
-        sent = [(leg.target, leg.chunk) for leg in legs(kind, topology, chunks)]
+        sent = [(transfer.target, transfer.chunk) for transfer in transfers_of(kind, topology, chunks)]
         computed = list(dict.fromkeys((block, chunk) for block, chunk, _ in tile_order(kind, topology, chunks, 2)))
         assert computed[: len(sent)] == sent
-        assert [target for target, _ in legs(kind, topology, chunks).by_target] == list(targets(topology))
+        assert [target for target, _ in transfers_of(kind, topology, chunks).by_target] == list(targets(topology))

@@ -144,10 +144,10 @@ def test_kernels_take_tiles_of_strips_in_the_schedules_order(
         cut = Strips(strips, columns, 2, run)
         return [units for _, units in strip_order(kind, Topology(nodes, local, rank), chunks, cut, interleaved)]
 
-    gathered = expected(Kind.GATHER, world * chunks)
+    gathered = expected(Kind.AG_GEMM, world * chunks)
     assert order_of(list_gather_kernel, len(gathered), rank, strips, columns, **constants) == gathered
     inside = (False, True) if nodes == 1 else (False,)  # what only kernels in one node do
-    for kind, interleaved, adds in product((Kind.SCATTER, Kind.GEMM_A2A), inside, inside):
+    for kind, interleaved, adds in product((Kind.GEMM_RS, Kind.GEMM_A2A), inside, inside):
         run = units_in_run(kind, world, chunks, interleaved, adds)
         scattered = expected(kind, run, interleaved)
         told = constants | dict(RUN=run, INTERLEAVED=interleaved)
@@ -159,14 +159,14 @@ def test_kernels_take_tiles_of_strips_in_the_schedules_order(
 def test_strips_of_two_blocks_share_a_tile_where_that_is_right(world: int, chunks: int) -> None:
     """They must share columns of b and follow each other. Where own tiles add, a peer's strip must not wait with an own one."""
     for kind, interleaved, adds in product(
-        (Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A), (False, True), (False, True)
+        (Kind.AG_GEMM, Kind.GEMM_RS, Kind.A2A_GEMM, Kind.GEMM_A2A), (False, True), (False, True)
     ):
-        cut = Strips(3, 1, 2, units_in_run(kind, world, chunks, interleaved, adds and kind == Kind.SCATTER))
+        cut = Strips(3, 1, 2, units_in_run(kind, world, chunks, interleaved, adds and kind == Kind.GEMM_RS))
         tiles = [units for _, units in strip_order(kind, Topology(1, world, 0), chunks, cut, interleaved)]
         crossing = [(upper, lower) for upper, lower in tiles if upper[0] != lower[0]]
-        if kind in (Kind.A2A_GEMM, Kind.GEMM_A2A) or (kind == Kind.SCATTER and interleaved and world > 2):
+        if kind in (Kind.A2A_GEMM, Kind.GEMM_A2A) or (kind == Kind.GEMM_RS and interleaved and world > 2):
             assert not crossing, "another block of columns, or a block that takes turns"
-        elif kind == Kind.SCATTER and adds:
+        elif kind == Kind.GEMM_RS and adds:
             assert not [upper for upper, (block, _) in crossing if block == 0]
         elif chunks % 2 and world > 1:
             assert crossing
@@ -175,7 +175,7 @@ def test_strips_of_two_blocks_share_a_tile_where_that_is_right(world: int, chunk
 
 
 def test_places_are_numbered_in_the_chunk_of_the_last_strip() -> None:
-    order = list(strip_order(Kind.GATHER, Topology(1, 2, 0), 1, Strips(3, 2, 2, 2)))
+    order = list(strip_order(Kind.AG_GEMM, Topology(1, 2, 0), 1, Strips(3, 2, 2, 2)))
     own, peer = (0, 0), (1, 0)
     assert [units for _, units in order] == [(own, own)] * 2 + [(own, peer)] * 2 + [(peer, peer)] * 2
     assert [place for place, _ in order] == [(*own, 0), (*own, 1), *((*peer, number) for number in range(4))]

@@ -20,8 +20,8 @@ from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatte
 from overlap_train.group.domain import OverlapDomain
 from overlap_train.group.registry import made_domain
 from overlap_train.group.signals import Tag
-from overlap_train.ops.ag_gemm import ChunkedGather
-from overlap_train.ops.gemm_rs import ChunkedScatter
+from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
+from overlap_train.ops.gemm_rs import ChunkedGemmReduceScatter
 from overlap_train.ops.plan import EnginePlan
 from overlap_train.ops.table import IN_NODE
 from overlap_train.schedule.kinds import Kind
@@ -38,7 +38,7 @@ from overlap_train.tools.tune.command import keep
 from tests.processes import run_ranks, values
 from tests.script_server import ScriptServer
 
-GATHERS, SCATTERS = IN_NODE[Kind.GATHER], IN_NODE[Kind.SCATTER]
+GATHERS, SCATTERS = IN_NODE[Kind.AG_GEMM], IN_NODE[Kind.GEMM_RS]
 
 CPU = torch.device("cpu")
 M, INSIDE, OUTSIDE = 16, 64, 32  # the linears of the model "tiny": qkv and fc1 [64, 32], proj and fc2 [32, 32]
@@ -97,10 +97,10 @@ def _train(rank: int, world: int, folder: str) -> Choices:
 
 
 PASSES = {  # of one rank of two
-    "fc1/fprop": Pass(Kind.GATHER, M, INSIDE // 2, OUTSIDE, torch.float32, 2),
-    "fc1/dgrad": Pass(Kind.SCATTER_AND_WGRAD, M, OUTSIDE, INSIDE // 2, torch.float32, 2),
-    "fc2/fprop": Pass(Kind.SCATTER, M, OUTSIDE, OUTSIDE // 2, torch.float32, 2),
-    "fc2/dgrad": Pass(Kind.GATHER, M, OUTSIDE // 2, OUTSIDE, torch.float32, 2),
+    "fc1/fprop": Pass(Kind.AG_GEMM, M, INSIDE // 2, OUTSIDE, torch.float32, 2),
+    "fc1/dgrad": Pass(Kind.GEMM_RS_AND_WGRAD, M, OUTSIDE, INSIDE // 2, torch.float32, 2),
+    "fc2/fprop": Pass(Kind.GEMM_RS, M, OUTSIDE, OUTSIDE // 2, torch.float32, 2),
+    "fc2/dgrad": Pass(Kind.AG_GEMM, M, OUTSIDE // 2, OUTSIDE, torch.float32, 2),
 }
 
 
@@ -168,7 +168,7 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
     """What a column's backward does one after the other: by autograd, and by the tuner, which must measure the same."""
     done: list[str] = []
 
-    class Gathering(ChunkedGather):
+    class Gathering(ChunkedAllGatherGemm):
         def __init__(self, *arguments: Any) -> None:
             done.append("x is sent")
             super().__init__(*arguments)
@@ -181,7 +181,7 @@ def _orders(rank: int, world: int) -> tuple[list[str], list[str]]:
             done.append("x is waited for")
             return super().gathered_view()
 
-    class Scattering(ChunkedScatter):
+    class Scattering(ChunkedGemmReduceScatter):
         def __init__(self, *arguments: Any) -> None:
             done.append("dx is multiplied and sent")
             super().__init__(*arguments)

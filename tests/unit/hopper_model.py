@@ -301,7 +301,7 @@ def at_outbox(name: str, *arguments: Any) -> list[tuple[Any, ...]]:
 def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:
     """adds: the kernel adds the peers' partials, unless it exchanges. gave_up: a wait did."""
     adds, loads = adds and not exchange, Loads(min(SMS, HOPPER_TILE.count(p.m_shard, p.n) * p.world))
-    run = units_in_run(Kind.GEMM_A2A if exchange else Kind.SCATTER, p.world, p.chunks, direct, adds)
+    run = units_in_run(Kind.GEMM_A2A if exchange else Kind.GEMM_RS, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
     switches = (p.world, p.topology.local, p.chunks, run, direct, adds)
     python_of(scatter._load, **loads.names(), **ORDER, gl=loads.language)(

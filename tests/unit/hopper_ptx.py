@@ -89,7 +89,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
-        kind = Kind.GEMM_A2A if constants["EXCHANGE"] else Kind.SCATTER
+        kind = Kind.GEMM_A2A if constants["EXCHANGE"] else Kind.GEMM_RS
         constants["RUN"] = units_in_run(
             kind, constants["WORLD"], constants["CHUNKS"], constants["DIRECT"], constants["REDUCE"]
         )

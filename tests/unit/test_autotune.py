@@ -25,7 +25,7 @@ from overlap_train.select.method import NAMES, Method
 from overlap_train.select.passes import Pass
 from overlap_train.select.table import UNTUNED, Table, Winner
 
-FPROP = Pass(Kind.GATHER, 8, 3, 4, torch.float32, 2)
+FPROP = Pass(Kind.AG_GEMM, 8, 3, 4, torch.float32, 2)
 WORK = work_of(FPROP)
 
 
@@ -34,7 +34,7 @@ def _run(*methods: str, device: str = "cpu") -> Autotune:
 
 
 def _took(
-    run: Autotune, ms: float, *, name: str = "fc1", kind: str = Kind.GATHER, method: str = "chunked", work: int = WORK
+    run: Autotune, ms: float, *, name: str = "fc1", kind: str = Kind.AG_GEMM, method: str = "chunked", work: int = WORK
 ) -> None:
     with mock.patch.object(autotune.time, "perf_counter", return_value=1.0 + ms / 1e3):
         run.add(Timed(name, kind, method, work), 1.0)
@@ -45,8 +45,8 @@ def test_a_median_without_each_linears_first_call() -> None:
     for ms in (1.0, 2.0, 3.0, 4.0, 5.0):
         for took in (900.0, ms):  # the first compiles
             _took(run, took, name=f"layers.{ms}.fc1")
-    _took(run, 900.0, kind=Kind.SCATTER_AND_WGRAD)
-    assert run.times() == {(Kind.GATHER, "chunked"): pytest.approx(3.0)}
+    _took(run, 900.0, kind=Kind.GEMM_RS_AND_WGRAD)
+    assert run.times() == {(Kind.AG_GEMM, "chunked"): pytest.approx(3.0)}
 
 
 def test_what_is_larger_may_take_longer() -> None:
@@ -54,7 +54,7 @@ def test_what_is_larger_may_take_longer() -> None:
     run = _run()
     for ms, work in ((1.0, WORK), (4.0, 2 * WORK), (4.0, 2 * WORK), (6.0, 3 * WORK)):
         _took(run, ms, work=work)
-    assert run.times() == {(Kind.GATHER, "chunked"): pytest.approx(2.0)}
+    assert run.times() == {(Kind.AG_GEMM, "chunked"): pytest.approx(2.0)}
     assert work_of(FPROP) == work_of(FPROP.dgrad) == 8 * 3 * 4
 
 
@@ -64,7 +64,7 @@ def test_the_last_samples_are_kept() -> None:
     for ms in (1.0, 5.0, 1.0):
         for layer in range(80):
             _took(run, ms, name=f"layers.{layer}.fc1")
-    assert run.times() == {(Kind.GATHER, "chunked"): pytest.approx(1.0)}
+    assert run.times() == {(Kind.AG_GEMM, "chunked"): pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize("methods", [2, 3, 4, 5])
@@ -78,7 +78,7 @@ def test_every_method_has_its_turns(methods: int, every: int) -> None:
     assert run.next_turn("fc2") is None and run.next_turn("fc2") == 0, "of each linear"
 
 
-def _calls(run: Autotune, count: int, kinds: tuple[str, ...] = (Kind.GATHER, Kind.SCATTER_AND_WGRAD)) -> None:
+def _calls(run: Autotune, count: int, kinds: tuple[str, ...] = (Kind.AG_GEMM, Kind.GEMM_RS_AND_WGRAD)) -> None:
     for _ in range(count):
         turn = run.next_turn("fc1")
         for kind in () if turn is None else kinds:
@@ -88,10 +88,10 @@ def _calls(run: Autotune, count: int, kinds: tuple[str, ...] = (Kind.GATHER, Kin
 def test_a_run_waits_for_backward() -> None:
     """Of micro-batches in flight; and for two samples of each method, but not for ever."""
     run = _run()
-    _calls(run, 12, (Kind.GATHER,))
+    _calls(run, 12, (Kind.AG_GEMM,))
     assert not run.is_due("fc1")
     for method in 3 * run.methods:
-        _took(run, 1.0, kind=Kind.SCATTER_AND_WGRAD, method=method)
+        _took(run, 1.0, kind=Kind.GEMM_RS_AND_WGRAD, method=method)
     assert run.is_due("fc1")
 
 
@@ -100,17 +100,17 @@ def test_a_pass_in_a_cuda_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     run = _run(device="cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(3):
-        with TimedBracket(contextlib.nullcontext(), run, Timed("fc1", Kind.GATHER, "chunked", WORK)):
+        with TimedBracket(contextlib.nullcontext(), run, Timed("fc1", Kind.AG_GEMM, "chunked", WORK)):
             pass
     assert run.times() == {}
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FC1 = Pass(Kind.GATHER, 16, 32, 32, torch.float32, 2)
+FC1 = Pass(Kind.AG_GEMM, 16, 32, 32, torch.float32, 2)
 
 
 def _times(**ms: float) -> dict[tuple[str, str], float]:
-    return {(Kind.GATHER, name): time for name, time in ms.items()}
+    return {(Kind.AG_GEMM, name): time for name, time in ms.items()}
 
 
 def _won(*ranks: dict[tuple[str, str], float], table: Table = UNTUNED) -> dict[str, str]:
@@ -122,32 +122,32 @@ def _table(*passes: Pass) -> Table:
 
 
 def test_the_slowest_rank_counts_and_the_default_stays_within_noise() -> None:
-    assert _won(_times(chunked=1.0, collective=0.5), _times(chunked=1.0, collective=1.5)) == {Kind.GATHER: "chunked"}
+    assert _won(_times(chunked=1.0, collective=0.5), _times(chunked=1.0, collective=1.5)) == {Kind.AG_GEMM: "chunked"}
     ranks = [_times(chunked=1.0, collective=0.5), _times(chunked=0.9, collective=0.6)]
     (winner,) = winners(FC1, ranks, UNTUNED, CPU, 1)
     ms = {Method("chunked"): 1.0, Method("collective"): 0.6}
     assert winner == Winner(FC1, Method("collective"), ms)
-    assert _won(_times(chunked=1.0, collective=0.97)) == {Kind.GATHER: "collective"}
-    assert _won(_times(chunked=1.0, collective=0.99)) == {Kind.GATHER: "chunked"}
+    assert _won(_times(chunked=1.0, collective=0.97)) == {Kind.AG_GEMM: "collective"}
+    assert _won(_times(chunked=1.0, collective=0.99)) == {Kind.AG_GEMM: "chunked"}
 
 
 def test_what_some_rank_has_not_timed_is_left_out_and_what_was_tuned_stays() -> None:
     all_three, two = _times(direct=0.1, chunked=1.0, collective=0.5), _times(chunked=1.0, collective=0.5)
-    assert _won(all_three, two) == _won(two, all_three) == {Kind.GATHER: "collective"}
+    assert _won(all_three, two) == _won(two, all_three) == {Kind.AG_GEMM: "collective"}
     assert _won(two, _times(chunked=1.0)) == {}, "one method is no measurement"
     assert _won(_times(collective=1.0, direct=0.5)) == {}, "a default that was not timed does not lose"
-    both = two | {(Kind.SCATTER_AND_WGRAD, name): ms for name, ms in (("chunked", 1.0), ("fused", 0.5))}
-    assert _won(both) == {Kind.GATHER: "collective", Kind.SCATTER_AND_WGRAD: "fused"}
-    assert _won(both, table=_table(FC1)) == {Kind.SCATTER_AND_WGRAD: "fused"}
+    both = two | {(Kind.GEMM_RS_AND_WGRAD, name): ms for name, ms in (("chunked", 1.0), ("fused", 0.5))}
+    assert _won(both) == {Kind.AG_GEMM: "collective", Kind.GEMM_RS_AND_WGRAD: "fused"}
+    assert _won(both, table=_table(FC1)) == {Kind.GEMM_RS_AND_WGRAD: "fused"}
     known = [is_known(FC1, _table(*passes), CPU, 1) for passes in ((), (FC1,), (FC1, FC1.dgrad))]
     assert known == [False, False, True]
 
 
 def test_who_takes_turns(hopper_gpu: pytest.MonkeyPatch) -> None:
     assert methods_to_try(FC1, CPU, 1)[0] == "chunked" and set(methods_to_try(FC1, CPU, 1)) == set(NAMES)
-    many = methods_to_try(Pass(Kind.GATHER, 8192, 4096, 4096, torch.bfloat16, 2), CUDA, 1)
+    many = methods_to_try(Pass(Kind.AG_GEMM, 8192, 4096, 4096, torch.bfloat16, 2), CUDA, 1)
     assert many[0] == "fused" and set(many) == set(NAMES) - {"low_latency"}, "it does not serve so many bytes"
-    across = methods_to_try(Pass(Kind.GATHER, 65536, 4096, 4096, torch.bfloat16, 4), CUDA, 2)
+    across = methods_to_try(Pass(Kind.AG_GEMM, 65536, 4096, 4096, torch.bfloat16, 4), CUDA, 2)
     assert set(across) == {"fused", "chunked", "collective"}
-    served, other = (Pass(Kind.GATHER, 8192, n, n, torch.bfloat16, 2) for n in (4096, 4095))
+    served, other = (Pass(Kind.AG_GEMM, 8192, n, n, torch.bfloat16, 2) for n in (4096, 4095))
     assert served.bucket == other.bucket and key_of(served, CUDA) != key_of(other, CUDA), "TMA cannot read 4095"

@@ -67,7 +67,7 @@ def test_layers_and_auto_by_the_winners_of_a_folder(
 ) -> None:
     import torch
 
-    linear = Pass(Kind.GATHER, 16, 32, 32, torch.float32, 2)
+    linear = Pass(Kind.AG_GEMM, 16, 32, 32, torch.float32, 2)
     chunked = Winner(linear, Method("chunked"), {Method("chunked"): 1.0})
     save(str(tmp_path / "winners"), key_of(torch.device("cpu"), 2), [chunked])
     layers = (*BENCH, "layers", *TINY, "--methods", "chunked", "--out", str(tmp_path), "--tuned")

@@ -29,10 +29,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 H200, H100, H20, A100 = (SYSTEMS[name] for name in ("h200", "h100", "h20", "a100"))
 BF16 = torch.bfloat16
-FC1 = Pass(Kind.GATHER, 8192, 7168, 4096, BF16, 4)  # Llama-3 8B on four ranks
-FC2 = Pass(Kind.SCATTER, 8192, 4096, 3584, BF16, 4)
-QKV = Pass(Kind.GATHER, 8192, 1536, 4096, BF16, 4)
-PROJ = Pass(Kind.SCATTER, 8192, 4096, 1024, BF16, 4)
+FC1 = Pass(Kind.AG_GEMM, 8192, 7168, 4096, BF16, 4)  # Llama-3 8B on four ranks
+FC2 = Pass(Kind.GEMM_RS, 8192, 4096, 3584, BF16, 4)
+QKV = Pass(Kind.AG_GEMM, 8192, 1536, 4096, BF16, 4)
+PROJ = Pass(Kind.GEMM_RS, 8192, 4096, 1024, BF16, 4)
 
 
 def table_of(*winners: Winner, nodes: int = 1) -> Table:
@@ -78,7 +78,7 @@ def test_a_gpu_that_multiplies_more_slowly_hides_more() -> None:
         how = choose("auto", pass_, H20, UNTUNED).how
         assert how.name in ("fused", "direct")
         took = {
-            name: Reach().estimate(pass_, Method(name), H20, backward=pass_.kind == Kind.SCATTER_AND_WGRAD).us
+            name: Reach().estimate(pass_, Method(name), H20, backward=pass_.kind == Kind.GEMM_RS_AND_WGRAD).us
             for name in NAMES
         }
         assert took[how.name] < 1.05 * min(took.values()), pass_
@@ -139,7 +139,7 @@ def test_copies_that_outweigh_the_product_go_whole_after_a_barrier() -> None:
         assert choose(method, pass_, H200, UNTUNED).how.is_plain
 
 
-RAGGED = Pass(Kind.SCATTER, 4100, 4096, 7168, BF16, 2)  # 4.5 waves of tiles on 132 SMs, or four
+RAGGED = Pass(Kind.GEMM_RS, 4100, 4096, 7168, BF16, 2)  # 4.5 waves of tiles on 132 SMs, or four
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_reduction_is_split_where_that_saves_a_wave_or_partials_are_late(
 ) -> None:
     choice = choose("fused", pass_, system, UNTUNED)
     assert choice.how.split_reduction == splits
-    stays = splits and pass_.kind == Kind.SCATTER
+    stays = splits and pass_.kind == Kind.GEMM_RS
     assert alone(choice, pass_, system).how.split_reduction == stays, "nothing runs before it"
 
 
@@ -178,7 +178,7 @@ def test_a_measurement_decides_its_own_pass_only() -> None:
     for device in (CPU, H200):
         choice = choose("auto", FC1, device, table)
         assert (choice.method, choice.reason) == ("collective", "auto: tuned for M=8192 N=7168 K=4096")
-    others = [FC1.dgrad, replace(FC1, kind=Kind.SCATTER), replace(FC1, dtype=torch.float32), replace(FC1, world=2)]
+    others = [FC1.dgrad, replace(FC1, kind=Kind.GEMM_RS), replace(FC1, dtype=torch.float32), replace(FC1, world=2)]
     for other in [*others, replace(FC1, m=4096), replace(FC1, n=4096), replace(FC1, k=2048)]:
         assert "not tuned" in choose("auto", other, CPU, table).reason
     assert "not tuned" in choose("auto", FC1, CPU, table, nodes=2).reason, "of a group of another number of nodes"
@@ -215,7 +215,7 @@ def test_across_nodes_the_measured_number_of_chunks_runs() -> None:
 @pytest.mark.parametrize("m", [4, 1024, 1 << 20])
 @pytest.mark.parametrize("device", [CPU, H200, A100])
 def test_every_choice_has_a_reason(m: int, device: Any) -> None:
-    for kind in (Kind.GATHER, Kind.SCATTER, Kind.A2A_GEMM, Kind.GEMM_A2A):
+    for kind in (Kind.AG_GEMM, Kind.GEMM_RS, Kind.A2A_GEMM, Kind.GEMM_A2A):
         for pass_ in (Pass(kind, m, 4096, 4096, BF16, 4), Pass(kind, m, 4096, 4096, BF16, 4).dgrad):
             for method in METHODS:
                 choice = choose(method, pass_, device, UNTUNED)

@@ -61,7 +61,7 @@ def test_a_scatter_stores_every_row_of_every_block_once(
         check(block, *begins(target))
     if not direct:
         assert (part_of(done.places[0], rank, chunks).times == 0).all(), "the own block is not staged"
-    strips = HOPPER_TILE.counted(m_shard // chunks, WIDE)  # what copies wait for (FusedScatter)
+    strips = HOPPER_TILE.counted(m_shard // chunks, WIDE)  # what copies wait for (FusedGemmReduceScatter)
     assert strips == -(-m_shard // chunks // 64) * 2, "of 64 rows, in two columns of tiles"
     assert done.counted == {target * 8 + chunk: strips for target in peers for chunk in range(chunks)}
     assert done.goals == ({strips} if direct and peers else set())
@@ -85,7 +85,7 @@ def pieces(p: Product, units: list[tuple[Unit, ...]]) -> list[tuple[tuple[Unit, 
 
 def units_of_tiles(p: Product, kind: str, direct: bool = False, adds: bool = True) -> list[tuple[Unit, ...]]:
     """Of which blocks and chunks the two strips of each tile are, as the schedule says."""
-    run = units_in_run(kind, p.world, p.chunks, direct, adds and kind == Kind.SCATTER)
+    run = units_in_run(kind, p.world, p.chunks, direct, adds and kind == Kind.GEMM_RS)
     strips = Strips(-(-p.m_shard // p.chunks // 64), 2, 2, run)
     return [units for _, units in strip_order(kind, p.topology, p.chunks, strips, direct)]
 
@@ -99,7 +99,7 @@ def test_own_strips_add_the_same_rows_of_every_peer(
     """Tiles come in the schedule's order. Own strips wait for their chunks, peers' for nothing."""
     p = Product(world, rank, chunks, m_shard, WIDE)
     done, peers = run_scatter(p, direct, exchange=False), [source for source in range(world) if source != rank]
-    expected = pieces(p, units_of_tiles(p, Kind.SCATTER, direct))
+    expected = pieces(p, units_of_tiles(p, Kind.GEMM_RS, direct))
     for tile, (units, halves) in zip(done.loads.tiles, expected, strict=True):
         own = [part for part, (block, _) in enumerate(units) if block == rank]
         adding = peers if own else []
@@ -121,7 +121,7 @@ def test_a_peers_strip_leaves_before_an_own_one_below_it(
     """It is stored and counted before the own one is taken from the outbox. Each group takes as many panels as were loaded."""
     p = Product(world, rank, chunks, m_shard, WIDE)
     done = run_scatter(p, direct, exchange=False, adds=adds)
-    for tile, (units, halves) in enumerate(pieces(p, units_of_tiles(p, Kind.SCATTER, direct, adds))):
+    for tile, (units, halves) in enumerate(pieces(p, units_of_tiles(p, Kind.GEMM_RS, direct, adds))):
         for part, (block, chunk) in enumerate(units):
             m_chunk = m_shard // chunks
             is_there = done.loads.tiles[tile].a_rows[part] < block * m_shard + (chunk + 1) * m_chunk
@@ -140,7 +140,7 @@ def test_across_nodes_far_blocks_are_stored_first(
     """In the schedule's order, into staging; nothing is added."""
     p = Product(world, rank, chunks, m_shard, WIDE, nodes=nodes)
     done = run_scatter(p, direct=False, exchange=exchange, adds=False)
-    units = [tile for tile, _ in pieces(p, units_of_tiles(p, Kind.GEMM_A2A if exchange else Kind.SCATTER, adds=False))]
+    units = [tile for tile, _ in pieces(p, units_of_tiles(p, Kind.GEMM_A2A if exchange else Kind.GEMM_RS, adds=False))]
     m_chunk = m_shard // chunks
     for tile, expected in zip(done.loads.tiles, units, strict=True):
         assert not tile.waits and not tile.adds
@@ -162,7 +162,7 @@ def test_what_a_wait_gave_up_on_is_nan(direct: bool, adds: bool) -> None:
     """In whole tiles and in halves, if the kernel itself adds; peers' rows are whole."""
     p = Product(4, 2, 4, 4100, WIDE)
     done = run_scatter(p, direct, exchange=False, adds=adds, gave_up=True)
-    units = [tile for tile, _ in pieces(p, units_of_tiles(p, Kind.SCATTER, direct, adds))]
+    units = [tile for tile, _ in pieces(p, units_of_tiles(p, Kind.GEMM_RS, direct, adds))]
     for part in range(2):
         for tile, steps in zip(units, done.multiplied[part], strict=True):
             expected = "put NaN" if adds and tile[part][0] == p.rank else "put"
@@ -190,7 +190,7 @@ def test_a_tile_waits_for_the_chunks_of_both_strips(
     loads, _ = run_gather(p, exchange)
     # a tile that is cut into halves is loaded twice, from the same rows
     seen = dict.fromkeys((t.descs, t.a_rows, t.b_col // 256, frozenset(t.waits)) for t in loads.tiles)
-    expected = units_of_tiles(p, Kind.A2A_GEMM if exchange else Kind.GATHER)
+    expected = units_of_tiles(p, Kind.A2A_GEMM if exchange else Kind.AG_GEMM)
     if exchange:
         order = (rank, *sources(p.topology, Kind.A2A_GEMM))
         for turn, (descs, *_, waits) in enumerate(seen):
@@ -226,7 +226,7 @@ def test_a_kernel_that_leaves_takes_what_is_here_and_the_next_one_goes_on(
 ) -> None:
     """Chunks of other nodes come one by one, and a kernel is launched before each."""
     p = Product(world, rank, chunks, m_shard, WIDE, nodes=nodes)
-    far = sources(p.topology, Kind.A2A_GEMM if exchange else Kind.GATHER)[p.topology.local - 1 :]
+    far = sources(p.topology, Kind.A2A_GEMM if exchange else Kind.AG_GEMM)[p.topology.local - 1 :]
     turns = [(source, chunk) for chunk in range(chunks) for source in far]
     if not exchange:
         turns.sort(key=lambda unit: far.index(unit[0]) // p.topology.local)

@@ -35,7 +35,7 @@ def short(steps: Iterable[Step]) -> str:
 
 
 def test_the_oldest_arrives_before_a_third_starts_but_of_a_scatter() -> None:
-    assert [most_in_flight(kind, 7) for kind in (Kind.SCATTER, Kind.GATHER, Kind.A2A_GEMM, Kind.GEMM_A2A)] == [
+    assert [most_in_flight(kind, 7) for kind in (Kind.GEMM_RS, Kind.AG_GEMM, Kind.A2A_GEMM, Kind.GEMM_A2A)] == [
         7,
         2,
         2,
@@ -62,7 +62,7 @@ def test_exchanges_of_an_operand_go_ahead_as_far_as_its_product() -> None:
 
 @pytest.mark.parametrize(("nodes", "local"), SIZES)
 def test_everything_that_leaves_is_enqueued_once_and_products_before_their_exchange(nodes: int, local: int) -> None:
-    for kind, chunks, rank in product((Kind.SCATTER, Kind.GEMM_A2A), CHUNKS, (0, nodes * local - 1)):
+    for kind, chunks, rank in product((Kind.GEMM_RS, Kind.GEMM_A2A), CHUNKS, (0, nodes * local - 1)):
         topology = Topology(nodes, local, rank)
         exchanges = send_recvs(kind, topology, chunks)
         steps = leaving(kind, topology, chunks, len(exchanges))
@@ -118,7 +118,7 @@ class Engine:
 def exchanges_of(engine: Engine) -> ResultExchanges:
     call: Any = SimpleNamespace(rank=0, chunk_of=lambda rank, chunk: torch.zeros(1))
     numbered = tuple(SimpleNamespace(number=number, for_another=False) for number in range(4))
-    plan: Any = SimpleNamespace(send_recvs=numbered, kind=Kind.SCATTER, beside_wgrad=False)
+    plan: Any = SimpleNamespace(send_recvs=numbered, kind=Kind.GEMM_RS, beside_wgrad=False)
     return ResultExchanges(engine, call, plan)  # type: ignore[arg-type]
 
 

@@ -23,7 +23,7 @@ from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 
 GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
-FEW = Pass(Kind.GATHER, 256, 7168, 4096, BF16, 4)
+FEW = Pass(Kind.AG_GEMM, 256, 7168, 4096, BF16, 4)
 
 
 def plan(rows: int, k: int, method: str = LOW_LATENCY, spec=ALL_GATHER_LINEAR) -> Plan:  # type: ignore[no-untyped-def]

@@ -231,7 +231,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 def exchange(transport: Any, elements: int = 4) -> None:
     pieces = [Piece(torch.zeros(elements), torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
-    transport.exchange(send_recvs(Kind.GATHER, TOPOLOGY, 1)[0], *pieces)
+    transport.exchange(send_recvs(Kind.AG_GEMM, TOPOLOGY, 1)[0], *pieces)
 
 
 @needs_nccl

@@ -24,8 +24,8 @@ from overlap_train.select.passes import Pass, rounded_up
 from overlap_train.select.table import Key, Table, Winner, key_of, path_of, read, save
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
-FC1 = Pass(Kind.GATHER, 8192, 7168, 4096, torch.bfloat16, 4)
-FC2 = Pass(Kind.SCATTER, 8192, 4096, 3584, torch.bfloat16, 4)
+FC1 = Pass(Kind.AG_GEMM, 8192, 7168, 4096, torch.bfloat16, 4)
+FC2 = Pass(Kind.GEMM_RS, 8192, 4096, 3584, torch.bfloat16, 4)
 FUSED, WHOLE, COLLECTIVE = Method("fused"), Method("fused", whole=True, barrier_first=True), Method("collective")
 WON = Winner(FC1, WHOLE, {FUSED: 1.0, WHOLE: 0.9, COLLECTIVE: 2.0})
 

@@ -14,7 +14,8 @@ from ..measure.world import World
 
 @dataclass(frozen=True)
 class TwoSteps:
-    """World's collectives. size: of all ranks. inside: the ranks of this node. across: this rank and its twins, node by node."""
+    """World's collectives. size: of all ranks. inside: the ranks of this node. across: this rank and its rail peers, node by
+    node."""
 
     size: int
     inside: World
@@ -28,7 +29,7 @@ class TwoSteps:
         ranks = dist.get_process_group_ranks(world.group)
         nodes = [[ranks[rank] for rank in topology.ranks_of(node)] for node in range(topology.nodes)]
         inside = [dist.new_group(members) for members in nodes]
-        across = [dist.new_group(list(twins)) for twins in zip(*nodes, strict=True)]
+        across = [dist.new_group(list(rail_peers)) for rail_peers in zip(*nodes, strict=True)]
         local = topology.rank % topology.local
         return cls(
             world.size,
@@ -37,21 +38,21 @@ class TwoSteps:
         )
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """First between twins, then inside the node."""
+        """First between rail peers, then inside the node."""
         of_twins = self.across.gather(shard).split(len(shard))
         for of_node, own in zip(whole.chunk(self.across.size), of_twins, strict=True):
             self.inside.gather(own, of_node)
         return whole
 
     def scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        """First inside the node, then between twins."""
+        """First inside the node, then between rail peers."""
         sums = partial.new_empty(len(partial) // self.inside.size, partial.shape[1])
         for own, of_node in zip(sums.chunk(self.across.size), partial.chunk(self.across.size), strict=True):
             self.inside.scatter(of_node, own)
         return self.across.scatter(sums)
 
     def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
-        """First between twins, each of which gets what this rank has for the ranks of its node."""
+        """First between rail peers, each of which gets what this rank has for the ranks of its node."""
         arrived = self.across.exchange(blocks.contiguous()).unflatten(0, (self.across.size, self.inside.size, -1))
         received = self.inside.exchange(arrived.transpose(0, 1).contiguous())
         return received.transpose(0, 1).flatten(0, 2)

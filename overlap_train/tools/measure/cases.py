@@ -13,8 +13,8 @@ from .models import MODELS, TINY
 
 # By the names of operators in records: what a forward pass does.
 OPERATORS = {
-    "ag_gemm": Kind.GATHER,
-    "gemm_rs": Kind.SCATTER,
+    "ag_gemm": Kind.AG_GEMM,
+    "gemm_rs": Kind.GEMM_RS,
     "gemm_a2a": Kind.GEMM_A2A,
     "a2a_gemm": Kind.A2A_GEMM,
 }

@@ -29,7 +29,7 @@ from ...group.registry import domain_of
 from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
-from ...ops.table import start_all_to_all_gemm, start_gather, start_gemm_all_to_all, start_scatter
+from ...ops.table import start_a2a_gemm, start_ag_gemm, start_gemm_a2a, start_gemm_rs
 from ...select.choose import Choice, alone
 from ...select.low_latency import MOST_BYTES, flagged_bytes
 from ...select.method import NAMES, Method
@@ -195,14 +195,14 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
             if kind.gathers:
-                return start_gather(domain, plan, tag, o.left).matmul(o.right)
+                return start_ag_gemm(domain, plan, tag, o.left).matmul(o.right)
             if kind.reduces:
-                return start_scatter(domain, plan, tag, o.left, o.right).finish()
+                return start_gemm_rs(domain, plan, tag, o.left, o.right).finish()
             if kind.splits_columns:
                 y = o.left.new_empty(ranks, len(o.left), o.right.shape[1] // ranks)
-                return start_gemm_all_to_all(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
+                return start_gemm_a2a(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
             y = o.left.new_empty(len(o.left) // ranks, o.right.shape[1])
-            return start_all_to_all_gemm(domain, plan, tag, o.left.unflatten(0, (ranks, -1))).matmul(o.right, y)
+            return start_a2a_gemm(domain, plan, tag, o.left.unflatten(0, (ranks, -1))).matmul(o.right, y)
 
     return run
 

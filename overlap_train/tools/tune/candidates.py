@@ -18,7 +18,7 @@ from ...group.domain import OverlapDomain
 from ...group.signals import Tag
 from ...nodes.choice import network_chunks_of
 from ...ops.plan import planner_of
-from ...ops.table import start_gather, start_scatter
+from ...ops.table import start_ag_gemm, start_gemm_rs
 from ...select.choose import Choice, Took, fastest, untuned
 from ...select.low_latency import serving
 from ...select.method import CHUNK_COUNTS, Method
@@ -147,8 +147,8 @@ def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands)
         # With a barrier, whether training has one or not: one backward after another needs it for its slots.
         with domain.operator(tag, whole.slots + plan.slots, barrier_first=True):
             x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_gather(domain, whole, wgrad, x_shard_m)
-            scatter = start_scatter(domain, plan, tag, o.left, o.right)
+            gather = start_ag_gemm(domain, whole, wgrad, x_shard_m)
+            scatter = start_gemm_rs(domain, plan, tag, o.left, o.right)
             gather.keep_own(plan)
             torch.mm(o.left.t(), gather.gathered_view())
             return scatter.finish()
