@@ -126,9 +126,9 @@ def _descriptor(*block: int) -> str:
     return f"tensordesc<bf16{list(block)},{layout!r}>"
 
 
-def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> str:
-    """PTX of a plain Triton kernel for bf16 data. constants: constexprs; num_warps, 4 without it; and divisible: the names of
-    arguments that are multiples of 16."""
+def compiled_portable(module_name: str, kernel_name: str, capability: int = 90, **constants: Any) -> str:
+    """PTX of a plain Triton kernel for bf16 data. capability: of the GPU, 80 for an A100. constants: constexprs; num_warps, 4
+    without it; and divisible: the names of arguments that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -145,7 +145,7 @@ def compiled_portable(module_name: str, kernel_name: str, **constants: Any) -> s
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
 
 
 def resources(ptx: str) -> str:

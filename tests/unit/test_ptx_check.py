@@ -105,6 +105,22 @@ def test_what_is_demanded_is_there_and_is_missed_when_it_is_gone(
         assert missing(re.sub(instruction, "nop", ptx), name, switches), instruction
 
 
+@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize(
+    ("name", "switches"),
+    [
+        ("barrier_kernel", PLAIN), ("all_gather_gemm_kernel", SENDING), ("all_to_all_gemm_kernel", PLAIN),
+        ("gemm_reduce_scatter_kernel", FUSED),
+    ],
+)  # fmt: skip
+def test_plain_kernels_compile_for_an_a100_and_for_blackwell(
+    compiling: ProcessPoolExecutor, name: str, switches: dict[str, bool], capability: int
+) -> None:
+    module, constants = PORTABLE[name]
+    compiled = compiling.submit(hopper_ptx.compiled_portable, module, name, capability, **(constants | switches))
+    assert missing(compiled.result(120), name, switches) is None
+
+
 SENDERS = ("hopper_all_gather_gemm_kernel", "hopper_all_to_all_gemm_kernel")
 
 
