@@ -27,7 +27,7 @@ from .signals import Tag
 if TYPE_CHECKING:
     from .waits import BoundedWaits
 
-SLOTS = 3  # what two operators in a row use: two calls and one (slot_use.py)
+SLOTS = 3  # what two operators in a row use: two calls and one (workspace.py)
 BARRIER = SLOTS  # one slot more, for signals only
 _ALIGN = 4096
 

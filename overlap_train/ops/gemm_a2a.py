@@ -11,7 +11,7 @@ into a slot has to be copied out of it, and the driver makes copies inside a GPU
 runs. A part of 491520 x 2048 x 2048 took 550 us when it was pushed and takes 510 when it is pulled (2 x H200, two hosts). The
 last part is pushed: its blocks have no other product to travel beside.
 
-Rule 3 holds as for blocks that are sent ahead (slot_use.py): a rank meets its peers in part n after it has pulled part n - 2.
+Rule 3 holds as for blocks that are sent ahead (workspace.py): a rank meets its peers in part n after it has pulled part n - 2.
 The barrier advances the slot's epoch, as `next_epoch` does in other calls: once a use. Or a peer in another call would take the
 signal for that of a later one (rule 9).
 """

@@ -282,8 +282,8 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
 def why_not_together(exchange: Plan, product: Plan, nodes: tuple[int, int]) -> str | None:
     """Why an all-to-all cannot run beside the product of another group (TP x Ulysses), or None; the same on all ranks of both.
 
-    nodes: how many the two groups span, the worst answer of any rank (ulysses/groups.py: nodes_of_groups). The methods asked for
-    decide, and no engine: those of two TP groups may differ, where one spans nodes and the other does not.
+    nodes: how many the two groups span, the worst answer of any rank (ulysses/two_groups.py: nodes_of_groups). The methods asked
+    for decide, and no engine: those of two TP groups may differ, where one spans nodes and the other does not.
     """
     if min(nodes) == 1 or exchange.config.method in ("auto", "collective") or product.config.method == "collective":
         return None

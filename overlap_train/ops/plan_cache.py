@@ -175,7 +175,7 @@ class PlanCache:
         self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache()
         self.before: BoundedCache[tuple[object, ...], Request] = BoundedCache()
         self.handles: BoundedCache[str, tuple[tuple[object, ...], PlannedOp]] = BoundedCache()
-        # By the TP group of calls that exchange in this domain: what ulysses/groups.py found of both.
+        # By the TP group of calls that exchange in this domain: what ulysses/two_groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
 
     @cached_property

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """One kind of pass of an operator, by its traits. Code asks for traits, not for names: a new operator is a new line here.
+    """One kind of pass of an operator, by its traits. Code asks for traits, not for names.
 
     gather          AG + GEMM     y = all_gather(x) @ w
     scatter         GEMM + RS     y = reduce_scatter(x @ w)
@@ -44,7 +44,7 @@ class Kind(StrEnum):
 
 
 for _kind in Kind:
-    _kind.engine = Kind.GEMM_RS if _kind.reduces else _kind
+    _kind.engine = Kind.GEMM_RS if _kind.before_wgrad else _kind
 for _kind, _dgrad in (
     (Kind.AG_GEMM, Kind.GEMM_RS_AND_WGRAD),
     (Kind.GEMM_RS, Kind.AG_GEMM),
