@@ -52,7 +52,7 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """The symmetric memory that a domain has, and may have.
 
     layout: of what is there; None: nothing. world_size: ranks of the group. most_mib: OverlapConfig.symmetric_mib. exchange_mib:
@@ -96,17 +96,17 @@ class Room:
                 f"OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
             )
         # With more room than is needed, longer rows cost no agreement.
-        roomy = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
-        return roomy if self._fits(roomy) and not self._passes_limit(needed, roomy) else needed
+        larger = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
+        return larger if self._fits(larger) and not self._passes_limit(needed, larger) else needed
 
     def _staging(self, layout: Layout) -> str:
         """What is held beside the slots, in words."""
         return f", and {layout.block_bytes / _MIB:.1f} MiB to send from" if self.staged_blocks else ""
 
-    def _passes_limit(self, needed: Layout, roomy: Layout) -> bool:
+    def _passes_limit(self, needed: Layout, larger: Layout) -> bool:
         """Whether exchanges, whose parts were cut to fit into exchange_mib, would have more than that for the sake of room."""
         limit = self.exchange_mib * _MIB // SLOTS
-        return needed.slot_bytes + needed.flagged_bytes <= limit < roomy.slot_bytes + roomy.flagged_bytes
+        return needed.slot_bytes + needed.flagged_bytes <= limit < larger.slot_bytes + larger.flagged_bytes
 
     def _needed(self, request: Request) -> Layout:
         there = self.layout or Layout(self.world_size, 0)
@@ -209,10 +209,10 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
         )
     terms, unmet = _terms(domain, request)
     problem, layout, offer = problem or unmet, None, None
-    room = room_of(domain)
-    if problem is None and request.shares_memory and not room.holds(request):
+    capacity = capacity_of(domain)
+    if problem is None and request.shares_memory and not capacity.holds(request):
         try:
-            layout = room.grown(request, name)
+            layout = capacity.grown(request, name)
             offer = domain.span.offer(layout)
         except ValueError as error:
             problem = str(error)
@@ -228,14 +228,14 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
 
 def may_hold(domain: OverlapDomain, request: Request) -> bool:
     """Whether the heap holds what a request needs, or may grow until it does."""
-    return not request.shares_memory or room_of(domain).may_hold(request)
+    return not request.shares_memory or capacity_of(domain).may_hold(request)
 
 
-def room_of(domain: OverlapDomain) -> Room:
+def capacity_of(domain: OverlapDomain) -> Capacity:
     """The symmetric memory that a domain has, and may have."""
     layout = None if domain.heap is None else domain.layout
     limits = domain.config.symmetric_mib, domain.config.exchange_limit_mib
-    return Room(layout, domain.world_size, *limits, domain.captured, domain.span.staged_blocks)
+    return Capacity(layout, domain.world_size, *limits, domain.captured, domain.span.staged_blocks)
 
 
 def _terms(domain: OverlapDomain, request: Request) -> tuple[str, str | None]:

@@ -19,7 +19,7 @@ from ..select.passes import Pass
 from ..select.table import Table, Winner
 from ..warn import warn_user
 from .plan import Plan
-from .plan_cache import Planned, PlannedOp, Scope, settled_plan, why_not_here
+from .plan_cache import Planned, PlannedOp, Scope, error_here, settled_plan
 
 
 @dataclass(kw_only=True)
@@ -157,7 +157,7 @@ class AutotuneRuns:
         admitted, needed = {}, untuned
         for method, plan in plans.items():
             together = needed.covering(plan.request)
-            if why_not_here(plan, domain) is None and may_hold(domain, together):
+            if error_here(plan, domain) is None and may_hold(domain, together):
                 admitted[method], needed = plan, together
         return admitted
 

@@ -247,7 +247,7 @@ def barrier_first(plan: Plan, gathers: bool) -> bool:
     return plan.dgrad.variant.barrier_first and (gathers or not plan.spec.sends_input)
 
 
-def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:
+def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:
     """Why the plan's kernels cannot run on a device, or None. interpreted: kernels run in Triton's interpreter."""
     for engine in (plan.fprop, plan.dgrad):
         if engine.method == LOW_LATENCY:
@@ -271,7 +271,7 @@ def why_not(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -
     return None
 
 
-def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
+def error_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
     """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
     memory."""
     sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
@@ -279,7 +279,7 @@ def why_not_across_nodes(plan: Plan, topology_problem: str | None) -> str | None
     return next((error for error in errors if error is not None), None)
 
 
-def why_not_together(exchange: Plan, product: Plan, nodes: tuple[int, int]) -> str | None:
+def error_together(exchange: Plan, product: Plan, nodes: tuple[int, int]) -> str | None:
     """Why an all-to-all cannot run beside the product of another group (TP x Ulysses), or None; the same on all ranks of both.
 
     nodes: how many the two groups span, the worst answer of any rank (ulysses/two_groups.py: nodes_of_groups). The methods asked

@@ -21,7 +21,7 @@ from ..select import table
 from ..select.autotune import Autotune
 from ..select.table import Table
 from .launch import is_interpreted
-from .plan import Plan, barrier_first, make_plan, why_not, why_not_across_nodes
+from .plan import Plan, barrier_first, error_across_nodes, error_on_device, make_plan
 from .spec import OperatorSpec, autocast_error
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ def settled_plan(
     return make_plan(spec, config, known, domain.topology, x, w, network_gbs=domain.span.network_gbs)
 
 
-def why_not_here(plan: Plan, domain: OverlapDomain) -> str | None:
+def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
     """Why a plan cannot run in a domain, or None."""
-    return why_not(plan, domain.device, is_interpreted) or why_not_across_nodes(plan, domain.nodes.problem)
+    return error_on_device(plan, domain.device, is_interpreted) or error_across_nodes(plan, domain.nodes.problem)
 
 
 class PlanCache:
@@ -228,7 +228,7 @@ class PlanCache:
             raise ValueError(problem)  # of a call that peers know, in which nobody asks
         if known is not None:
             return known.setdefault(layout, planned)
-        problem = error or self._other_table(config) or why_not_here(planned.plan, domain)
+        problem = error or self._other_table(config) or error_here(planned.plan, domain)
         operator, _, *rest = key
         any_rows = (operator, x.dim(), x.shape[-1:], *rest)
         fits = self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain)

@@ -43,7 +43,7 @@ from ..group.domain import OverlapDomain
 from ..group.registry import domain_of
 from ..linear import column_backward, column_forward, row_backward, row_forward
 from ..ops.a2a_gemm import AllToAllGemm
-from ..ops.plan import why_not_together
+from ..ops.plan import error_together
 from ..ops.plan_cache import Planned, PlannedOp, cache_of, made_cache, plan_of
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from ..ops.wgrad import WeightGradient
@@ -391,7 +391,7 @@ def _linear(
             plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name, problem=str(refused))
             raise
         exchanges = plan_of(ALL_TO_ALL, sent, w, None, groups.ulysses, config, name)
-        apart = why_not_together(exchanges.plan, multiplies.plan, nodes)
+        apart = error_together(exchanges.plan, multiplies.plan, nodes)
         if apart is not None:
             raise ValueError(f"{name}: {apart}")
         multiplies = multiplies.beside(exchanges.plan.fprop.sm_margin)

@@ -13,7 +13,7 @@ import torch
 from overlap_train import OverlapConfig
 from overlap_train.gpu.ptx_check import WORD_STORED, missing
 from overlap_train.group.slots import SLOTS, Layout
-from overlap_train.ops.plan import Plan, make_plan, why_not
+from overlap_train.ops.plan import Plan, error_on_device, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
@@ -46,15 +46,17 @@ def test_a_plan_asks_for_words_only() -> None:
 
 def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
     features = MOST_BYTES // 1024 // 2
-    assert why_not(plan(512, features), GPU, lambda: False) is None
-    told = why_not(plan(512, features + 1), GPU, lambda: False)
+    assert error_on_device(plan(512, features), GPU, lambda: False) is None
+    told = error_on_device(plan(512, features + 1), GPU, lambda: False)
     assert told is not None and "takes 64.0 MiB as words with flags, at most 64 are served" in told
     assert "--overlap-train-method" in told
-    exchange = why_not(plan(8, 32, spec=ALL_TO_ALL_LINEAR), GPU, lambda: False)
+    exchange = error_on_device(plan(8, 32, spec=ALL_TO_ALL_LINEAR), GPU, lambda: False)
     assert exchange is not None and "it serves gathers and scatters, no all-to-alls" in exchange
-    on_cpu = why_not(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu"), lambda: False)
+    on_cpu = error_on_device(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu"), lambda: False)
     assert on_cpu is not None and "interpreter only" in on_cpu
-    assert why_not(plan(8, 32), torch.device("cpu"), lambda: True) is None, "also in bf16, which the library multiplies"
+    assert error_on_device(plan(8, 32), torch.device("cpu"), lambda: True) is None, (
+        "also in bf16, which the library multiplies"
+    )
 
 
 def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:

@@ -25,7 +25,7 @@ from overlap_train.group.topology import (
     nodes_error,
     read_token,
 )
-from overlap_train.ops.plan import why_not_together
+from overlap_train.ops.plan import error_together
 from overlap_train.schedule.order import Topology
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -221,12 +221,12 @@ def test_two_groups_of_gpus_across_nodes_together_are_refused_by_name() -> None:
         method: SimpleNamespace(config=OverlapConfig(method=method))  # type: ignore[arg-type]
         for method in ("auto", "chunked", "collective", "fused")
     }
-    refused = why_not_together(asked["chunked"], asked["fused"], (2, 4)) or ""
+    refused = error_together(asked["chunked"], asked["fused"], (2, 4)) or ""
     assert "group and tp_group span 2 and 4 nodes" in refused
     for one in ((1, 1), (2, 1), (1, 4)):
-        assert why_not_together(asked["chunked"], asked["fused"], one) is None
+        assert error_together(asked["chunked"], asked["fused"], one) is None
     for exchange, product in (("auto", "fused"), ("collective", "fused"), ("chunked", "collective")):
-        assert why_not_together(asked[exchange], asked[product], (2, 4)) is None
+        assert error_together(asked[exchange], asked[product], (2, 4)) is None
 
 
 def test_the_rank_that_acts_for_another_node() -> None:
