@@ -121,7 +121,7 @@ def stand_in(world: int = 2) -> ExitStack:
         f"{registry}.OverlapDomain": IdleDomain,
         "overlap_train.group.domain.Agreement": Echo,
         "overlap_train.ops.plan_cache.make_plan": planned,
-        "overlap_train.ops.plan_cache.why_not": lambda *arguments: None,
+        "overlap_train.ops.plan_cache.error_on_device": lambda *arguments: None,
         "overlap_train.select.table.read": lambda folder, key: UNTUNED,  # only rank 0 would have one
         "overlap_train.ops.launch.multiprocessors": lambda device: H200.sms,
         # kernels must be told what they are told on a GPU: told anything else, Triton compiles another, which no GPU asks for
