@@ -4,6 +4,10 @@
 #
 #   launch/mutants.sh PYTHON FILE TESTS...        overlap_train/schedule/order.py tests/protocol/test_strips.py -x
 set -euo pipefail
+if [ $# -lt 3 ]; then
+    echo "make mutants: needs FILE=overlap_train/... and TESTS=tests/..." >&2
+    exit 2
+fi
 cd "$(dirname "$0")/.."
 python=$PWD/$1 file=$2
 shift 2

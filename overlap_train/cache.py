@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 class BoundedCache(dict[Key, Value]):
     """A dictionary of at most `most` entries: a new one takes the place of the oldest. A look-up is dict's own, in C."""
 
-    most = 4096  # linears of one shape, lengths of a sequence: more than a model has, so that only what keeps changing is dropped
+    most = 4096  # linears of one shape; what takes more memory, or is needed by more ranks, has its own bound
 
     def put(self, key: Key, value: Value) -> Value:
         """Remember a value, which is returned."""

@@ -179,6 +179,11 @@ def entry_of(ptx: str) -> tuple[list[int], int | None]:
     return sizes, int(threads.group(1)) if threads else None
 
 
+# Launches that a call remembers. Some serve all ranks at once. Across nodes others are for one chunk of one rank: a gather waits
+# for it; a scatter waits for those before and behind it, and adds them up.
+_FOR_ALL, _FOR_A_CHUNK = 256, 4
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel and everything that it is told.
@@ -212,11 +217,13 @@ class Launcher:
 class LaunchCache:
     """The packed launches of one call's kernels. A key says what distinguishes one launch from another."""
 
-    def __init__(self, launcher: Launcher | None) -> None:
+    def __init__(self, launcher: Launcher | None, chunks: int) -> None:
         """Start without launches. launcher None: there is no driver to launch with (the interpreter), and every launch goes
-        through Triton."""
+        through Triton. chunks: of all ranks' blocks together. In a large group a number for all groups would be too small, and
+        every launch would be packed again in every call."""
         self._launcher = launcher
         self._packed: BoundedCache[Hashable, PackedLaunch] = BoundedCache()
+        self._packed.most = _FOR_ALL + _FOR_A_CHUNK * chunks
         self._refused: set[Hashable] = set()
 
     def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:

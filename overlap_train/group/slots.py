@@ -125,7 +125,16 @@ class Slot:
         self.counters = Counters(self.counted)  # reset when the epoch advances
         # of kernels that send everything themselves: at their end they reset these, and advance the epoch that no copy sends
         self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
-        self.calls: BoundedCache[Hashable, Call] = BoundedCache()
+        self.calls = Calls()
+
+
+class Calls(BoundedCache[Hashable, "Call"]):
+    """The kinds of calls that a slot remembers."""
+
+    most = 256
+
+
+_PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
 
 
 class Call:
@@ -149,9 +158,10 @@ class Call:
         self.rank, self.world_size, self.abort = waits.rank, waits.world_size, waits.abort
         self._shape, self._dtype, self._block_size = shape, dtype, shape.numel()
         self.peers = targets(Topology(1, self.world_size, self.rank))
-        self._launcher = waits.launcher
-        # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
+        self._launcher, pieces = waits.launcher, self.world_size * chunks
         self._routes: BoundedCache[tuple[Transfers, int, int], list[Route]] = BoundedCache()
+        # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
+        self._routes.most = Calls.most + _PLANS_OF_A_CALL * pieces
         self.next_epoch = partial(waits.next_epoch, self)
         self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
         self.wait_for_all = partial(waits.wait, self, 0, self.world_size)
@@ -160,7 +170,7 @@ class Call:
     @cached_property
     def launches(self) -> LaunchCache:
         """Its kernels' launches."""
-        return LaunchCache(self._launcher)
+        return LaunchCache(self._launcher, self.world_size * self.chunks)
 
     @cached_property
     def blocks(self) -> torch.Tensor:

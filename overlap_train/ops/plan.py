@@ -132,15 +132,17 @@ class Planner:
         kernels = _kernels(kind, choice, pass_, device, w)
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
-        route = self.transfers_of(kind, chunks, tiled=how.name == "fused")
-        return EnginePlan(kind, how.name, choice.reason, how, kernels, tile, chunks, route, order)
+        transfers = self.transfers_of(kind, chunks, tiled=how.name == "fused")
+        return EnginePlan(kind, how.name, choice.reason, how, kernels, tile, chunks, transfers, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
-        route = self.transfers_of(fprop.kind, chunks=1, tiled=False)
-        return EnginePlan(fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, route, fprop.sources)
+        transfers = self.transfers_of(fprop.kind, chunks=1, tiled=False)
+        return EnginePlan(
+            fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources
+        )
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """An exchange alone, beside a product of another group."""

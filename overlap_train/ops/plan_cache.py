@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..cache import BoundedCache
+from ..cache import BoundedCache, Key, Value
 from ..config import OverlapConfig, flag_name
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, prepare
@@ -32,6 +32,12 @@ Scope = AbstractContextManager[None]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Autotune | None], None]
+
+
+class _Bounded(BoundedCache[Key, Value]):
+    """By call: each plan has its linears."""
+
+    most = 1024
 
 
 @dataclass(frozen=True)
@@ -171,9 +177,9 @@ class PlanCache:
 
     def __init__(self, domain: OverlapDomain, measured: Table) -> None:
         self.domain, self.table = domain, measured
-        self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache()
-        self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache()
-        self.before: BoundedCache[tuple[object, ...], Request] = BoundedCache()
+        self.plans: _Bounded[tuple[object, ...], dict[object, Planned]] = _Bounded()
+        self.agreed: _Bounded[tuple[object, ...], bool] = _Bounded()
+        self.before: _Bounded[tuple[object, ...], Request] = _Bounded()
         self.handles: BoundedCache[str, tuple[tuple[object, ...], PlannedOp]] = BoundedCache()
         # By the TP group of calls that exchange in this domain: what ulysses/two_groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}

@@ -380,8 +380,11 @@ def _linear(
     parts, places = [], sizes.parts(_settings(x, groups, terms))
     terms = terms if len(places) == 1 else terms.in_parts(sizes.positions)
     config, name, meaning = terms.config, terms.name, terms.meaning
-    _domains(groups, config, x.device)
-    nodes = nodes_of_groups(groups, config, x.device, name) if x.is_cuda else (1, 1)  # gloo carries both
+    if x.is_cuda:
+        nodes = nodes_of_groups(groups, config, x.device, name)
+    else:
+        _domains(groups, config, x.device)
+        nodes = (1, 1)  # gloo carries both
     for first, last in places:
         sent = like(x, sizes.carries * (last - first) * groups.shards, sizes.sent)
         try:

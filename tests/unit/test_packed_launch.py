@@ -91,7 +91,7 @@ def test_a_kernel_that_cannot_be_packed_runs_through_triton_and_says_so_once() -
         described.append(Launch(Kernel(), (1,), {}, {}))
         return described[-1]
 
-    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier(), entries={}))  # type: ignore[arg-type]
+    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier(), entries={}), 1)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="host time"):
         cache.run("kernel", (), describe)  # what Triton returned has no metadata: another version, say
     with warnings.catch_warnings():
@@ -206,7 +206,7 @@ def test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton() -> Non
     """Of other slots, too, whose launches are remembered apart; and the PTX is read once."""
     kernel, driver = Kernel(), Driver()
     launcher: Any = SimpleNamespace(driver=driver, verifier=Verifier(), entries={})
-    one, other = LaunchCache(launcher), LaunchCache(launcher)
+    one, other = LaunchCache(launcher, 1), LaunchCache(launcher, 1)
     one.run(128, (2, 3), lambda: launch_of(kernel))
     assert (kernel.launches, driver.launches) == (1, []), "the first launch is Triton's"
     kernel.binary.asm = {}
@@ -240,7 +240,7 @@ def test_a_descriptor_that_is_there_twice_is_encoded_once() -> None:
 
 def test_sizes_that_cannot_be_packed_run_through_triton() -> None:
     kernel, driver = Kernel(), Driver()
-    cache = LaunchCache(SimpleNamespace(driver=driver, verifier=Verifier(), entries={}))  # type: ignore[arg-type]
+    cache = LaunchCache(SimpleNamespace(driver=driver, verifier=Verifier(), entries={}), 1)  # type: ignore[arg-type]
     cache.run(128, (2, 3), lambda: launch_of(kernel))
     driver.encode_tensor_map = lambda *arguments: 1  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match="refused; launches of this kernel"):

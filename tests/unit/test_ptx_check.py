@@ -185,7 +185,7 @@ def test_a_kernel_that_lacks_its_wait_is_not_launched() -> None:
                 metadata=SimpleNamespace(name="wait_kernel"), asm={"ptx": ".entry wait_kernel()"}, hash=""
             )
 
-    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier(), entries={}))  # type: ignore[arg-type]
+    cache = LaunchCache(SimpleNamespace(driver=object(), verifier=Verifier(), entries={}), 1)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"wait_kernel: as Triton .* its PTX lacks, in this order"):
         cache.run("kernel", (), lambda: Launch(Kernel(), (1,), {}, {}))
     assert not launches
