@@ -18,6 +18,9 @@ FAULT_EXPECTED = tl.constexpr(words.FAULT_EXPECTED)
 FAULT_SEEN = tl.constexpr(words.FAULT_SEEN)
 LATE_WORD = tl.constexpr(words.LATE_WORD)
 LATE_EXPECTED = tl.constexpr(words.LATE_EXPECTED)
+LATE_ELAPSED = tl.constexpr(words.LATE_ELAPSED)
+HOST_ABORT = tl.constexpr(words.HOST_ABORT)
+NOTE_NS = tl.constexpr(words.NOTE_NS)
 
 
 @triton.jit
@@ -47,14 +50,14 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
 
     Acquires at system scope (rule 2). Bounded by `limit` (rule 5): nanoseconds if TIMED, else polls. The first wait that fails
     in a call raises the flag at `abort_ptr`, which ends every other wait of the rank at once, and fills the host-visible
-    record. A wait that has used a tenth of its time notes that in the record; the host then prints a warning.
+    record. A long wait notes itself in the record, where the host looks whether the peer will come (note_wait).
     """
     spins = tl.cast(0, tl.int64)
     begin = clock(spins, TIMED)
     signal_ptr = signals_ptr + word
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     waiting = has_arrived(seen, expected) == 0
-    told = False
+    note_at = first_note(limit)
     while waiting:
         seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
         spins += 1
@@ -62,16 +65,31 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
         elapsed = clock(spins, TIMED) - begin
         late = elapsed > limit
         waiting = (has_arrived(seen, expected) == 0) & (late == 0) & (aborted == 0)
-        if waiting & (elapsed * 10 > limit) & (told == 0):
-            tl.store(record_ptr + LATE_WORD, word)
-            tl.store(record_ptr + LATE_EXPECTED, expected)
-            told = True
+        if waiting & (elapsed > note_at):
+            note_wait(abort_ptr, record_ptr, word, expected, elapsed)
+            note_at = elapsed + first_note(limit)
     # A later epoch is right, too: a peer may be one barrier ahead.
     same_call = (seen == expected) | ((seen >> EPOCH_SHIFT) != (expected >> EPOCH_SHIFT))
     arrived = has_arrived(seen, expected) & same_call
     if arrived == 0:
         record_fault(abort_ptr, record_ptr, word, expected, seen)
     return arrived
+
+
+@triton.jit
+def first_note(limit):
+    """After how long a wait notes itself: a quarter of a second, or a tenth of its limit."""
+    return tl.minimum(limit // 10, NOTE_NS)
+
+
+@triton.jit
+def note_wait(abort_ptr, record_ptr, word, expected, elapsed):
+    """Tell the host of a wait that goes on, and end all waits of the rank if the host says that the peer will not come."""
+    tl.store(record_ptr + LATE_WORD, word)
+    tl.store(record_ptr + LATE_EXPECTED, expected)
+    tl.store(record_ptr + LATE_ELAPSED, elapsed)
+    if tl.load(record_ptr + HOST_ABORT, volatile=True) != 0:
+        tl.store(abort_ptr, tl.cast(1, tl.int64))
 
 
 @triton.jit

@@ -15,6 +15,10 @@ FAULT_SET = 0
 FAULT_WORD = 1  # which signal of the slot: source rank x MAX_CHUNKS + chunk
 FAULT_EXPECTED = 2  # its lower half names the call that waited
 FAULT_SEEN = 3
-LATE_WORD = 4  # the same of a wait that has used a tenth of its time, for a warning
+LATE_WORD = 4  # the same of a wait that takes long, noted again and again
 LATE_EXPECTED = 5
-FAULT_WORDS = 6
+LATE_ELAPSED = 6  # for how many nanoseconds by then
+HOST_ABORT = 7  # the host sets it to end all waits of the rank
+FAULT_WORDS = 8
+
+NOTE_NS = 250_000_000  # from one note of a long wait to the next

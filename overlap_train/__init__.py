@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .linear import all_gather_linear, linear_reduce_scatter
     from .select.choose import Choice, choose
     from .select.passes import Pass
-    from .symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
+    from .symmetric.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
     from .ulysses.attention import attention_output_linear, qkv_all_to_all
     from .ulysses.attention_layout import QkNorm, Rotary
     from .ulysses.layout import AttentionHeads, SequenceLayout
@@ -32,7 +32,7 @@ _MODULES = {
     "select.choose": ("Choice", "choose"),
     "select.passes": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
-    "symmetric.agreement": ("OverlapMismatchError", "OverlapTimeoutError"),
+    "symmetric.peers": ("OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError"),
     "ulysses.attention": ("attention_output_linear", "qkv_all_to_all"),
     "ulysses.attention_layout": ("QkNorm", "Rotary"),
     "ulysses.layout": ("AttentionHeads", "SequenceLayout"),
@@ -57,6 +57,7 @@ __all__ = [
     "Choice",
     "OverlapConfig",
     "OverlapMismatchError",
+    "OverlapPeerError",
     "OverlapTimeoutError",
     "Pass",
     "QkNorm",

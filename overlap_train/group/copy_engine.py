@@ -111,6 +111,10 @@ class CopyEngine(Protocol):
         """The caller's stream goes on only when all pushes and pulls are done; the sources of pushes may be reused."""
         ...
 
+    def is_idle(self) -> bool:
+        """Whether what operators have enqueued on the device is done. Any thread may ask."""
+        ...
+
     def close(self) -> None:
         """Finish what is enqueued and end."""
         ...
@@ -183,6 +187,11 @@ class StreamCopyEngine:
         failed = self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed
         self._driver.check(failed)
         del self._held[:count]
+
+    def is_idle(self) -> bool:
+        device, last = self.stream.device, self._last_stream
+        caller = torch.cuda.ExternalStream(last, device) if last else torch.cuda.default_stream(device)
+        return self.stream.query() and caller.query()
 
     def close(self) -> None:
         self.stream.synchronize()
@@ -290,6 +299,9 @@ class HostCopyEngine:
                 self._idle.wait()
         if self._error is not None:
             raise self._error
+
+    def is_idle(self) -> bool:
+        return True  # an operator has returned when its copies are made
 
     def close(self) -> None:
         self._queue.put(None)

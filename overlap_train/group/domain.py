@@ -70,6 +70,7 @@ class OperatorScope:
             fault.check()
         if not domain.in_use.acquire(False):
             raise _another_thread(self._tag.op)
+        fault.begin()
         try:
             domain.engine.begin()
             if slots:
@@ -77,11 +78,11 @@ class OperatorScope:
             if self._shown_as and is_profiling():
                 self._range = profiled(self._shown_as)
                 self._range.__enter__()
-        except BaseException:
-            self.__exit__(True)
+        except BaseException as error:
+            self.__exit__(None, error)
             raise
 
-    def __exit__(self, raised: object, *_: object) -> None:
+    def __exit__(self, _: object, raised: BaseException | None, *__: object) -> None:
         domain, fault = self._domain, self._domain.fault
         if self._range is not OUTSIDE:
             self._range, ended = OUTSIDE, self._range
@@ -94,6 +95,8 @@ class OperatorScope:
                 domain.workspace.use.invalidate()
         finally:
             domain.in_use.release()
+            if raised is not None:
+                fault.tell(raised, self._tag.op)
         if raised is None and (fault.error is not None or fault.words[FAULT_SET]):
             fault.check()
 
@@ -124,6 +127,7 @@ class OverlapDomain:
         self.at_close: list[Callable[[], object]] = []
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
+        self.fault.agreement, self.agreement.is_idle = self.agreement, self.engine.is_idle
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -223,6 +227,9 @@ class OverlapDomain:
             raise _another_thread(name)
         try:
             yield
+        except BaseException as error:
+            self.fault.tell(error, name, begun=False)
+            raise
         finally:
             self.in_use.release()
 
@@ -272,6 +279,7 @@ class OverlapDomain:
         self.fault.looks.clear()  # they refer to it: without them its thread ends with it
         self.engine.close()
         self.agreement.forget()
+        self.agreement.peers.leave()
         if self.heap is not None and self.on_gpu:
             torch.cuda.synchronize(self.device)
             self.agreement.barrier("overlap_train: shutdown")  # nobody still pushes into memory that is unmapped next

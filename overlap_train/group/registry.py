@@ -10,10 +10,14 @@ microseconds each.
 from __future__ import annotations
 
 import copy
+import functools
+import multiprocessing.util
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +56,7 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
                 f"input is on {device}, the current device is {torch.cuda.current_device()}; set_device first"
             )
         with _making:
+            _tell_at_the_end()
             domain = _domains.get(group) or OverlapDomain(group, config or OverlapConfig(), device)
             _domains[group] = domain
     if domain.closed:
@@ -61,6 +66,40 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
         )
     _check_same(domain, group, config, device)
     return domain
+
+
+def tell_peers(error: BaseException) -> None:
+    """Let the peers of all groups hear that this process ends by an error."""
+    for domain in list(_domains.values()):
+        if not domain.closed:
+            domain.agreement.peers.tell(error, "", ends=True)
+
+
+def _told_first(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """sys.excepthook, but peers hear first of what nobody has caught."""
+
+    def tell(kind: type[BaseException], error: BaseException, *rest: Any) -> Any:
+        tell_peers(error)
+        return hook(kind, error, *rest)
+
+    return tell
+
+
+def _tell_at_exit() -> None:
+    """The same in a process of multiprocessing, which calls no excepthook: its error is on its way here, or the SystemExit that
+    torch.multiprocessing.spawn raises for it."""
+    error = sys.exception()
+    if isinstance(error, SystemExit):
+        error = error.__context__
+    if error is not None:
+        tell_peers(error)
+
+
+@functools.cache
+def _tell_at_the_end() -> None:
+    """Let peers hear of an error that ends this process. Once, when its first domain is made."""
+    sys.excepthook = _told_first(sys.excepthook)
+    multiprocessing.util.Finalize(None, _tell_at_exit, exitpriority=100)
 
 
 def _close_in_child() -> None:

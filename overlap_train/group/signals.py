@@ -28,14 +28,17 @@ from ..kernels.signal_words import (
     FAULT_SET,
     FAULT_WORD,
     FAULT_WORDS,
+    HOST_ABORT,
+    LATE_ELAPSED,
     LATE_EXPECTED,
     LATE_WORD,
     MAX_CHUNKS,
 )
-from ..symmetric.agreement import OverlapMismatchError, OverlapTimeoutError
+from ..symmetric.agreement import Agreement
+from ..symmetric.peers import LOOK_S, OverlapMismatchError, OverlapPeerError, OverlapTimeoutError, warn_after
 from ..warn import warn_user
 
-__all__ = ["FaultRecord", "OverlapMismatchError", "OverlapTimeoutError", "Tag", "poll"]
+__all__ = ["FaultRecord", "OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError", "Tag", "poll"]
 
 _EPOCH = 1 << EPOCH_SHIFT
 _WORD, _SIGN = 1 << 64, 1 << 63
@@ -96,37 +99,37 @@ def poll(
     ready: Callable[[], bool],
     timeout_s: float,
     pause: Callable[[float], None] = time.sleep,
-    late: Callable[[], None] = lambda: None,
+    late: Callable[[float], None] = lambda waited: None,
 ) -> bool:
     """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False).
 
-    Sleeps 0 at first, then 50 microseconds a turn: two ranks and their copy threads may share two cores. Calls `late` once, after
-    a tenth of the time.
+    Sleeps 0 at first, then 50 microseconds a turn: two ranks and their copy threads may share two cores. Calls `late` four times
+    a second with the seconds so far.
     """
-    begin, warn_at, turns = time.monotonic(), timeout_s / 10, 0
+    begin, look_at, turns = time.monotonic(), min(LOOK_S, timeout_s / 10), 0
     while not ready():
         waited = time.monotonic() - begin
         if waited > timeout_s:
             return False
-        if waited > warn_at:
-            warn_at = timeout_s
-            late()
+        if waited > look_at:
+            look_at = waited + LOOK_S
+            late(waited)
         pause(0.0 if turns < 100 else 5e-5)
         turns += 1
     return True
 
 
-def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: Callable[[], None]) -> bool:
+def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: Callable[[float], None]) -> bool:
     """`poll` until the signal `word`, int64 [1], is of the expected epoch: without a Python call a turn."""
-    begin, warn_at, turns = time.monotonic(), timeout_s / 10, 0
+    begin, look_at, turns = time.monotonic(), min(LOOK_S, timeout_s / 10), 0
     epoch = expected >> EPOCH_SHIFT << EPOCH_SHIFT
     while (word.item() - epoch) & _SIGN:
         waited = time.monotonic() - begin
         if waited > timeout_s:
             return False
-        if waited > warn_at:
-            warn_at = timeout_s
-            late()
+        if waited > look_at:
+            look_at = waited + LOOK_S
+            late(waited)
         time.sleep(0.0 if turns < 100 else 5e-5)
         turns += 1
     return True
@@ -148,6 +151,8 @@ class FaultRecord:
         # By fingerprint, while a plan or a slot holds them: with ever new lengths there is no end of tags.
         self._tags: weakref.WeakValueDictionary[int, Tag] = weakref.WeakValueDictionary()
         self.error: OverlapTimeoutError | OverlapMismatchError | None = None
+        self.agreement: Agreement | None = None  # with the peers; set by the domain
+        self._warned = 0  # the word of the last wait of which a warning was given
         self.looks: list[Callable[[], None]] = []  # for faults that no wait finds; called twice a second, by a thread
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
@@ -173,7 +178,7 @@ class FaultRecord:
         """Whether a wait has failed, on the device or on the host, perhaps of another thread of this rank."""
         return self.error is not None or bool(self.words[FAULT_SET])
 
-    def keep(self, error: OverlapTimeoutError) -> NoReturn:
+    def keep(self, error: OverlapTimeoutError | OverlapMismatchError) -> NoReturn:
         """Raise an error of something else than a wait for a signal; `check` does so from now on, unless there was one before."""
         self.error = self.error or error
         raise self.error
@@ -188,18 +193,59 @@ class FaultRecord:
             peer, chunk = divmod(int(words[FAULT_WORD]), MAX_CHUNKS)
             self.fail(peer, chunk, int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))
 
-    def warn_late(self, peer: int, chunk: int, expected: int) -> None:
-        """Say which rank is late: a tenth of the time has passed."""
-        warn_user(
-            f"{self._name_of(expected)}: rank {self._rank} has waited {self._timeout_s / 10:.3g} s for chunk {chunk} of "
-            f"rank {peer}; it gives up after timeout_s={self._timeout_s:g}"
+    def begin(self) -> None:
+        """Another operator of this rank begins."""
+        if self.agreement is not None:
+            self.agreement.peers.begun += 1
+            self.agreement.peers.go_on()
+
+    def tell(self, error: BaseException, call: str, begun: bool = True) -> None:
+        """Let the peers hear of an error in an operator of this rank. begun: False while ranks are still to agree on it."""
+        if self.agreement is not None:
+            self.agreement.peers.tell(error, call, ends=self.error is not None, begun=begun)
+
+    def late(self, peer: int, chunk: int, expected: int, waited: float) -> None:
+        """Raise if the peer for which this rank waits will not come; warn once if it is late. Called again and again."""
+        error = self._hopeless(peer, expected) or self._elsewhere(peer, expected)
+        if error is not None:
+            self.keep(error)
+        if waited < warn_after(self._timeout_s):
+            return
+        if self._warned != expected:
+            self._warned = expected
+            warn_user(
+                f"{self._name_of(expected)}: rank {self._rank} has waited {waited:.3g} s for chunk {chunk} of rank {peer}; it "
+                f"gives up after timeout_s={self._timeout_s:g}"
+            )
+
+    def _hopeless(self, peer: int, expected: int) -> OverlapTimeoutError | OverlapMismatchError | None:
+        """Why nobody need wait for a peer: it, or another rank, has raised or ended; or None."""
+        if self.agreement is None:
+            return None
+        return self.agreement.peers.error(f"{self._name_of(expected)}: rank {self._rank}", (peer,))
+
+    def _elsewhere(self, peer: int, expected: int) -> OverlapMismatchError | None:
+        """The error of a wait for a peer that wants to agree on another call meanwhile, and sends nothing before that."""
+        asked = None if self.agreement is None else self.agreement.asked_by(peer)
+        if asked is None:
+            return None
+        mine = self._tags.get(fingerprint_of(expected)) or "an operator"
+        return OverlapMismatchError(
+            f"{self._name_of(expected)}: rank {self._rank} is in {mine}, but rank {peer} is in: {asked}; all ranks of a group "
+            f"must make the same calls, with the same shapes and trained operands, in the same order"
         )
 
-    def late(self) -> tuple[int, int, int] | None:
-        """(peer, chunk, expected word) of a wait on the device that has used a tenth of its time."""
-        if not self.words[LATE_EXPECTED]:
-            return None
-        return *divmod(int(self.words[LATE_WORD]), MAX_CHUNKS), int(self.words[LATE_EXPECTED])
+    def look_at_device(self, seen: int) -> int:
+        """What `late` does, for a wait on the device, which then ends. seen: the note of the last look; returns that of this."""
+        elapsed = int(self.words[LATE_ELAPSED])
+        if elapsed != seen:
+            peer, chunk = divmod(int(self.words[LATE_WORD]), MAX_CHUNKS)
+            try:
+                self.late(peer, chunk, int(self.words[LATE_EXPECTED]), elapsed * 1e-9)
+            except (OverlapTimeoutError, OverlapMismatchError) as error:
+                warn_user(str(error))  # the host may be blocked, and never come to raise it
+                self.words[HOST_ABORT] = 1
+        return elapsed
 
     def _error_of(self, peer: int, chunk: int, expected: int, seen: int) -> OverlapTimeoutError | OverlapMismatchError:
         op = self._name_of(expected)
@@ -223,16 +269,13 @@ class FaultRecord:
 
 def _watch(reference: weakref.ref[FaultRecord]) -> None:
     """A thread: the host may be blocked in a synchronisation while a kernel waits, so nobody else would say what is wrong."""
-    told = None
+    seen = 0
     while True:
-        time.sleep(0.5)
+        time.sleep(LOOK_S)
         fault = reference()
         if fault is None:
             return
-        late = fault.late()
-        if late is not None and late != told:
-            told = late
-            fault.warn_late(*late)
+        seen = fault.look_at_device(seen)
         for look in fault.looks:
             look()
         del fault

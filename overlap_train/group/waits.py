@@ -45,12 +45,12 @@ class BoundedWaits:
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
-        in_time = self._arrives(word, expected, partial(self._fault.warn_late, source, chunk, expected))
+        in_time = self._arrives(word, expected, partial(self._fault.late, source, chunk, expected))
         seen = int(word)
         if seen != expected and (not (in_time or has_arrived(seen, expected)) or not is_same_call(seen, expected)):
             self._fault.fail(source, chunk, expected, seen)
 
-    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[], None]) -> bool:
+    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[float], None]) -> bool:
         """Whether a signal of the expected epoch comes in time."""
         return wait_for_word(word, expected, self.timeout_s, late)
 

@@ -44,7 +44,7 @@ class NodeWaits(BoundedWaits):
         self.topology, self._engine = topology, engine
         self.barrier = self.barrier_in_two_steps
 
-    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[], None]) -> bool:
+    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[float], None]) -> bool:
         arrived = poll(lambda: has_arrived(word.item(), expected) or self._fault.failed, self.timeout_s, late=late)
         self._fault.check()
         return arrived

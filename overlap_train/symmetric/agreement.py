@@ -1,9 +1,4 @@
-"""Questions to the job's key-value store: answered in time, or given up.
-
-torch waits without end for a store whose process is stopped, whatever time-out the store has: torch 2.11 waited 25 s, until the
-process went on, for one with a time-out of 5. Where the process is dead, torch raises at once.
-
-Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
+"""Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
 
 A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named.
 
@@ -18,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,43 +22,17 @@ import torch.distributed as dist
 from ..config import flag_name
 from ..warn import warn_user
 from .bounded import Callers
+from .peers import LOOK_S, OverlapMismatchError, OverlapTimeoutError, Peers, answer, warn_after
+
+__all__ = ["Agreement", "OverlapMismatchError", "OverlapTimeoutError", "allocated", "on_all_ranks", "say_on_rank_0"]
 
 T = TypeVar("T")
-
-
-def answer(ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns or raises. It runs in a thread of its own, which is left behind where no answer comes.
-
-    Raises:
-        TimeoutError: no answer came in time.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(ask())
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="overlap_train store", daemon=True).start()
-    except RuntimeError:  # no thread can be started: none in functions of atexit, from Python 3.12 on
-        return ask()
-    return future.result(limit_s)
 
 
 # Beyond the time-out, and for each rank: a rank that is late is named first, by a question for each.
 _ANSWER_S, _ANSWER_OF_RANK_S = 1.0, 1e-3
 # A library takes its time to start, however short a wait in training may be. On 2 x H100 NVSHMEM still connected after 60 s.
 _LEAST_CALL_S = 120.0
-
-
-class OverlapTimeoutError(RuntimeError):
-    """A rank did not do its part within `OverlapConfig.timeout_s` seconds."""
-
-
-class OverlapMismatchError(RuntimeError):
-    """A peer is in another call than this rank: the ranks of a group did not make the same calls in the same order."""
 
 
 def say_on_rank_0(rank: int, text: str) -> None:
@@ -82,6 +50,9 @@ class Agreement:
     """
 
     called = "the group"
+    is_idle: Callable[[], bool] = staticmethod(
+        lambda: True
+    )  # whether all that this rank has enqueued on its device is done
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
         self.group, self.timeout_s, self.call_s = group, timeout_s, call_s
@@ -92,6 +63,7 @@ class Agreement:
         self._generation = self._count_generation(1)  # of this group's domains: after shutdown another one
         self._store = dist.PrefixStore(f"overlap_train/{self._generation}", self._group_store)
         self._number = 0
+        self.peers = Peers(self._store, self.rank, self.world_size)
 
     def exchange(self, value: Any, what: str, kind: str = "") -> list[Any]:
         """The values of all ranks, by rank.
@@ -106,6 +78,7 @@ class Agreement:
             OverlapMismatchError: a rank is in an exchange of another kind.
         """
         kind = kind or what
+        self.peers.go_on()
         found = self._answer(partial(self._values_of_all, self._number, (kind, what, value), what), what)
         self._number += 1  # not before: a rank that gave up comes to the same round again
         for rank, (their_kind, theirs, _) in enumerate(found):
@@ -115,6 +88,19 @@ class Agreement:
                     f"must make the same calls, with the same shapes, in the same order"
                 )
         return [value for *_, value in found]
+
+    def asked_by(self, rank: int) -> str | None:
+        """What another rank waits to agree on, in words, where this one has not come to that; None: nothing. Everything that it
+        has enqueued before is done: nothing more comes from it."""
+        key = f"{self._number}/{rank}"
+
+        def ask() -> str | None:
+            return str(pickle.loads(self._store.get(key))[1]) if self._store.check([key, f"{key}/waits"]) else None
+
+        try:
+            return answer(ask, _ANSWER_S)
+        except (TimeoutError, RuntimeError, ConnectionError):
+            return None
 
     def store_of(self, name: str) -> dist.Store:
         """A part of the store for something of the group that needs one of its own."""
@@ -179,7 +165,7 @@ class Agreement:
                 f"{what}: rank {self.rank} waited {self.timeout_s:g} s, and the key-value store of the job does not answer; the "
                 f"process that hosts it, usually torchrun or rank 0 of the job, is stopped or cannot be reached"
             ) from None
-        except OverlapTimeoutError:
+        except (OverlapTimeoutError, OverlapMismatchError):
             raise
         except (RuntimeError, ConnectionError) as error:
             raise OverlapTimeoutError(
@@ -194,12 +180,13 @@ class Agreement:
         self._store.set(keys[self.rank], pickle.dumps(mine))
         self._wait_for(keys, what, given_up)
         found = [pickle.loads(self._store.get(key)) for key in keys]
+        self._store.delete_key(f"{number}/{self.rank}/waits")
         if number:  # everybody has read the previous round, because everybody has come to this one
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return found
 
     def _wait_for(self, keys: list[str], what: str, given_up: threading.Event) -> None:
-        begin, pause, warned = time.monotonic(), 2e-4, False
+        begin, pause, warned, look_at = time.monotonic(), 2e-4, False, LOOK_S
         while not self._store.check(keys):
             if given_up.is_set():
                 self._store.delete_key(keys[self.rank])
@@ -212,7 +199,16 @@ class Agreement:
                     f"{what}: rank {self.rank} waited {self.timeout_s:g} s for {late}. A rank that does not come is dead, "
                     f"stopped, or in another call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
                 )
-            if not warned and waited > self.timeout_s / 10 and (late := self._missing(keys)):
+            if waited > look_at:
+                look_at = waited + LOOK_S
+                if self.is_idle():
+                    self._store.set(f"{keys[self.rank]}/waits", b"")
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                failure = self.peers.error(f"{what}: rank {self.rank}", missing) if missing else None
+                if failure is not None:
+                    self._store.delete_key(keys[self.rank])
+                    raise failure
+            if not warned and waited > warn_after(self.timeout_s) and (late := self._missing(keys)):
                 warned = True
                 warn_user(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}")
             time.sleep(pause)

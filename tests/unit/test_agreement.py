@@ -20,6 +20,7 @@ from overlap_train import OverlapTimeoutError
 from overlap_train.symmetric import agreement
 from overlap_train.symmetric.agreement import Agreement
 from overlap_train.symmetric.bounded import Callers
+from overlap_train.symmetric.peers import Peers
 
 
 def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
@@ -28,6 +29,7 @@ def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
         one = object.__new__(Agreement)
         one.timeout_s, one.rank, one.world_size = timeout_s, rank, world
         one._store, one._number, one._asks = store, 0, threading.Lock()  # type: ignore[assignment]
+        one.peers = Peers(store, rank, world)
         found.append(one)
     return found
 

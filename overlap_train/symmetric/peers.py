@@ -1,0 +1,228 @@
+"""What the ranks of a group tell each other, through its key-value store, when one of them cannot go on.
+
+A rank that raises says in which call it was, and what it raised. A rank that waits looks for that four times a second, and
+whether the process of the rank that it waits for is still there. So nobody waits for all of timeout_s for one that will not come.
+
+Ranks may all raise alike, as where memory runs out, and go on. Therefore a rank gives up a second after it has heard of it, and
+not if it has raised in the same operator itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+LOOK_S = 0.25  # from one look to the next
+_GRACE_S = 1.0
+_ANSWER_S = 1.0
+
+T = TypeVar("T")
+
+
+class OverlapTimeoutError(RuntimeError):
+    """A rank did not do its part within `OverlapConfig.timeout_s` seconds."""
+
+
+class OverlapMismatchError(RuntimeError):
+    """A peer is in another call than this rank: the ranks of a group did not make the same calls in the same order."""
+
+
+class OverlapPeerError(OverlapTimeoutError):
+    """A rank of the group has raised, or its process has ended, so that the others need not wait for it. The text names both."""
+
+
+def answer(ask: Callable[[], T], limit_s: float) -> T:
+    """What `ask` returns or raises. It runs in a thread of its own, which is left behind where no answer comes: torch 2.11 waited
+    25 s for a store whose process was stopped, whatever time-out the store had.
+
+    Raises:
+        TimeoutError: no answer came in time.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="overlap_train store", daemon=True).start()
+    except RuntimeError:  # no thread can be started: none in functions of atexit, from Python 3.12 on
+        return ask()
+    return future.result(limit_s)
+
+
+def warn_after(timeout_s: float) -> float:
+    """Seconds of a wait after which the late rank is named."""
+    return min(timeout_s / 10, 10.0)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says that cannot go on.
+
+    operator: how many operators it had begun in the group. text: what it did, with the class of the error and the call.
+    mismatch: it found itself in another call than a peer. ends: it does not go on, whatever its peers do. leaves: it has done its
+    part, and only who waits for more is wrong.
+    """
+
+    operator: int
+    text: str
+    mismatch: bool = False
+    ends: bool = True
+    leaves: bool = False
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of some machine, as another one recognises it."""
+
+    machine: str
+    number: int
+    started: str
+
+    @classmethod
+    def current(cls) -> Process:
+        return cls(machine(), os.getpid(), _stat(os.getpid())[1])
+
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended: of another machine, or container, nothing is known."""
+        if not self.machine or self.machine != machine():
+            return False
+        state, started = _stat(self.number)
+        return state in ("", "Z", "X") or started != self.started
+
+
+@functools.cache
+def machine() -> str:
+    """The machine, and the numbers by which this process knows others; empty: not known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _stat(process: int) -> tuple[str, str]:
+    """(state, start time) of a process; ("", "") where it is gone."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    except OSError:
+        return "", ""
+
+
+class Peers:
+    """The other ranks of a group, as far as they may have failed.
+
+    store: of the group's domain. begun: how many operators this rank has begun. called: the group in errors.
+    """
+
+    called = "the group"
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self.rank, self.world_size, self.begun = rank, world_size, 0
+        self._store = dist.PrefixStore("peers", store)
+        self._raised: set[int] = set()  # operators in which this rank has raised
+        self._told = False  # that this rank ends
+        self._takes_back = False  # what it has told, once it goes on
+        self._heard: dict[int, tuple[Failure, float]] = {}  # by rank, and since when
+        self._processes: dict[int, Process] = {}
+        self._looks = threading.Lock()
+        self._store.set(f"process/{rank}", pickle.dumps(Process.current()))
+
+    def go_on(self) -> None:
+        """This rank comes to another call: an error before its operator had begun was no failure, if it was caught."""
+        if self._takes_back:
+            self._takes_back = False
+            self._store.delete_key(f"failure/{self.rank}")
+
+    def tell(self, error: BaseException, call: str, *, ends: bool, begun: bool = True) -> None:
+        """Tell the peers of an error of this rank.
+
+        call: where it was raised; empty: outside of operators. ends: see Failure. begun: whether the operator had begun.
+        """
+        if self._told:
+            return
+        self._told, self._takes_back = ends, not (begun or ends)
+        self._raised.add(self.begun)
+        said = str(error).strip()
+        kind = type(error).__name__ + (f": {said}" if said else "")
+        text = f"raised {kind} (in {call})" if call else f"raised {kind}"
+        self._send(Failure(self.begun, text, isinstance(error, OverlapMismatchError), ends))
+
+    def leave(self) -> None:
+        """Tell the peers that this rank has called shutdown()."""
+        if not self._told:
+            self._told = True
+            self._send(Failure(self.begun, "has called shutdown()", leaves=True))
+
+    def _send(self, failure: Failure) -> None:
+        def send() -> None:
+            self._store.set(f"failure/{self.rank}", pickle.dumps(failure))
+            self._store.add("failures", 1)
+
+        with contextlib.suppress(
+            TimeoutError, RuntimeError, ConnectionError
+        ):  # the store is gone; peers notice that, too
+            answer(send, _ANSWER_S)
+
+    def error(self, what: str, awaited: Sequence[int]) -> OverlapPeerError | OverlapMismatchError | None:
+        """Why this rank need not wait any longer, or None. what: where it waits, in words. awaited: the ranks for which."""
+        try:
+            return answer(lambda: self._look(what, awaited), _ANSWER_S)
+        except (TimeoutError, RuntimeError, ConnectionError):
+            return None  # no news; the wait has a limit of its own
+
+    def _look(self, what: str, awaited: Sequence[int]) -> OverlapPeerError | OverlapMismatchError | None:
+        if not self._looks.acquire(False):  # an earlier look has got no answer yet
+            return None
+        try:
+            heard, now = self._hear(), time.monotonic()
+            for rank, (failure, since) in heard.items():
+                concerns = rank in awaited if failure.leaves else self._ends(failure)
+                if concerns and (now - since > _GRACE_S or self._process_of(rank).has_ended()):
+                    text = f"{what} waits in vain: rank {rank} of {self.called} {failure.text}"
+                    return OverlapMismatchError(text) if failure.mismatch else OverlapPeerError(text)
+            for rank in awaited:
+                process = self._process_of(rank)
+                if rank not in heard and process.has_ended():
+                    text = f"{what} waits in vain: rank {rank} of {self.called} has ended (process {process.number})"
+                    return OverlapPeerError(f"{text}; its own log says why")
+            return None
+        finally:
+            self._looks.release()
+
+    def _hear(self) -> dict[int, tuple[Failure, float]]:
+        """What the peers have told, by rank, and since when it is known here."""
+        before, self._heard = self._heard, {}
+        if self._store.add("failures", 0):
+            for rank in range(self.world_size):
+                key = f"failure/{rank}"
+                if rank != self.rank and self._store.check([key]):
+                    failure: Failure = pickle.loads(self._store.get(key))
+                    same = rank in before and before[rank][0] == failure
+                    self._heard[rank] = before[rank] if same else (failure, time.monotonic())
+        return self._heard
+
+    def _ends(self, failure: Failure) -> bool:
+        """Whether a failure ends the waits of this rank."""
+        if failure.ends:
+            return True
+        return failure.operator <= self.begun and failure.operator not in self._raised
+
+    def _process_of(self, rank: int) -> Process:
+        if rank not in self._processes:
+            self._processes[rank] = pickle.loads(self._store.get(f"process/{rank}"))
+        return self._processes[rank]
