@@ -279,10 +279,11 @@ class OverlapDomain:
         self.fault.looks.clear()  # they refer to it: without them its thread ends with it
         self.engine.close()
         self.agreement.forget()
-        self.agreement.peers.leave()
-        if self.heap is not None and self.on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
-            self.agreement.barrier("overlap_train: shutdown")  # nobody still pushes into memory that is unmapped next
+        self.agreement.peers.leave()
+        if self.heap is not None and self.on_gpu:  # nobody still pushes into memory that is unmapped next
+            self.agreement.barrier("overlap_train: shutdown", closing=True)
         self._close_heap()
 
 

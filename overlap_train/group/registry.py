@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, check_type
+from ..symmetric.peers import UNCAUGHT
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 
@@ -72,7 +73,7 @@ def tell_peers(error: BaseException) -> None:
     """Let the peers of all groups hear that this process ends by an error."""
     for domain in list(_domains.values()):
         if not domain.closed:
-            domain.agreement.peers.tell(error, "", ends=True)
+            domain.agreement.peers.tell(error, "", UNCAUGHT)
 
 
 def _told_first(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,15 @@ from ..kernels.signal_words import (
     MAX_CHUNKS,
 )
 from ..symmetric.agreement import Agreement
-from ..symmetric.peers import LOOK_S, OverlapMismatchError, OverlapPeerError, OverlapTimeoutError, warn_after
+from ..symmetric.peers import (
+    FAILED,
+    LOOK_S,
+    RAISED,
+    OverlapMismatchError,
+    OverlapPeerError,
+    OverlapTimeoutError,
+    warn_after,
+)
 from ..warn import warn_user
 
 __all__ = ["FaultRecord", "OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError", "Tag", "poll"]
@@ -202,7 +210,7 @@ class FaultRecord:
     def tell(self, error: BaseException, call: str, begun: bool = True) -> None:
         """Let the peers hear of an error in an operator of this rank. begun: False while ranks are still to agree on it."""
         if self.agreement is not None:
-            self.agreement.peers.tell(error, call, ends=self.error is not None, begun=begun)
+            self.agreement.peers.tell(error, call, RAISED if self.error is None else FAILED, begun)
 
     def late(self, peer: int, chunk: int, expected: int, waited: float) -> None:
         """Raise if the peer for which this rank waits will not come; warn once if it is late. Called again and again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +33,7 @@ from ..select.tiling import (
 )
 from .spec import OperatorSpec, shapes_of
 
+SERIALISING = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
@@ -256,7 +258,15 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
             refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
             if refused is not None:
                 return refused
-        if device.type == "cuda" or not Method(engine.method).kernels:
+        if not Method(engine.method).kernels:
+            continue
+        if device.type == "cuda":
+            if (variable := serialising()) is not None:
+                return (
+                    f"method={engine.method!r} with {variable} set: the host then waits for each kernel, and ours wait for what the "
+                    f"hosts of peers enqueue later, so that all ranks would stand still; unset it, or use 'chunked' or "
+                    f"'collective' ({flag_name('method')})"
+                )
             continue
         if not interpreted():
             return (
@@ -271,6 +281,12 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
                 f"float16, or method 'chunked' ({flag_name('method')})"
             )
     return None
+
+
+def serialising() -> str | None:
+    """The variable of the environment under which the host waits for its GPU at each launch, or each allocation; None: none is
+    set."""
+    return next((name for name in SERIALISING if os.environ.get(name, "0") not in ("", "0")), None)
 
 
 def error_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:

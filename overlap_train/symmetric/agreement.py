@@ -65,13 +65,14 @@ class Agreement:
         self._number = 0
         self.peers = Peers(self._store, self.rank, self.world_size)
 
-    def exchange(self, value: Any, what: str, kind: str = "") -> list[Any]:
+    def exchange(self, value: Any, what: str, kind: str = "", closing: bool = False) -> list[Any]:
         """The values of all ranks, by rank.
 
         Args:
             value: anything that can be pickled.
             what: what the ranks do here, for errors: "fc1: agree on its first call".
             kind: what must be equal on all ranks for their values to belong together; empty: `what`.
+            closing: in shutdown(), to which ranks come that have failed, too.
 
         Raises:
             OverlapTimeoutError: a rank did not come in time, or the store is gone.
@@ -79,7 +80,7 @@ class Agreement:
         """
         kind = kind or what
         self.peers.go_on()
-        found = self._answer(partial(self._values_of_all, self._number, (kind, what, value), what), what)
+        found = self._answer(partial(self._values_of_all, self._number, (kind, what, value), what, closing), what)
         self._number += 1  # not before: a rank that gave up comes to the same round again
         for rank, (their_kind, theirs, _) in enumerate(found):
             if their_kind != kind:
@@ -110,9 +111,9 @@ class Agreement:
         """A name for something of the group that its ranks make now: the same on all of them, and never used again."""
         return f"overlap_train/{self.group.group_name}/{self._generation}/{self._number}/{what}"
 
-    def barrier(self, what: str) -> None:
-        """All ranks have come here."""
-        self.exchange(None, what)
+    def barrier(self, what: str, closing: bool = False) -> None:
+        """All ranks have come here. closing: as in exchange."""
+        self.exchange(None, what, closing=closing)
 
     def callers(self, members: Iterable[int] | None = None) -> Callers:
         """The ranks that make a call of a library together, for `bounded`. members: ranks of the group; None: all."""
@@ -175,17 +176,17 @@ class Agreement:
         finally:
             given_up.set()
 
-    def _values_of_all(self, number: int, mine: Any, what: str, given_up: threading.Event) -> list[Any]:
+    def _values_of_all(self, number: int, mine: Any, what: str, closing: bool, given_up: threading.Event) -> list[Any]:
         keys = [f"{number}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], pickle.dumps(mine))
-        self._wait_for(keys, what, given_up)
+        self._wait_for(keys, what, closing, given_up)
         found = [pickle.loads(self._store.get(key)) for key in keys]
         self._store.delete_key(f"{number}/{self.rank}/waits")
         if number:  # everybody has read the previous round, because everybody has come to this one
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return found
 
-    def _wait_for(self, keys: list[str], what: str, given_up: threading.Event) -> None:
+    def _wait_for(self, keys: list[str], what: str, closing: bool, given_up: threading.Event) -> None:
         begin, pause, warned, look_at = time.monotonic(), 2e-4, False, LOOK_S
         while not self._store.check(keys):
             if given_up.is_set():
@@ -204,7 +205,7 @@ class Agreement:
                 if self.is_idle():
                     self._store.set(f"{keys[self.rank]}/waits", b"")
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                failure = self.peers.error(f"{what}: rank {self.rank}", missing) if missing else None
+                failure = self.peers.error(f"{what}: rank {self.rank}", missing, closing) if missing else None
                 if failure is not None:
                     self._store.delete_key(keys[self.rank])
                     raise failure

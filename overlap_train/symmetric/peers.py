@@ -74,15 +74,19 @@ class Failure:
     """What a rank says that cannot go on.
 
     operator: how many operators it had begun in the group. text: what it did, with the class of the error and the call.
-    mismatch: it found itself in another call than a peer. ends: it does not go on, whatever its peers do. leaves: it has done its
-    part, and only who waits for more is wrong.
+    mismatch: it found itself in another call than a peer. end: of this rank's part in the group, one of RAISED .. LEFT.
     """
 
     operator: int
     text: str
+    end: str
     mismatch: bool = False
-    ends: bool = True
-    leaves: bool = False
+
+
+RAISED = "raised"  # it may go on, if its peers have raised in the same operator
+FAILED = "failed"  # no operator of the group runs there any more; it may come to shutdown()
+UNCAUGHT = "uncaught"  # its process ends
+LEFT = "left"  # by shutdown(): only a rank that waits for more of it is wrong
 
 
 @dataclass(frozen=True)
@@ -148,25 +152,25 @@ class Peers:
             self._takes_back = False
             self._store.delete_key(f"failure/{self.rank}")
 
-    def tell(self, error: BaseException, call: str, *, ends: bool, begun: bool = True) -> None:
+    def tell(self, error: BaseException, call: str, end: str, begun: bool = True) -> None:
         """Tell the peers of an error of this rank.
 
-        call: where it was raised; empty: outside of operators. ends: see Failure. begun: whether the operator had begun.
+        call: where it was raised; empty: outside of operators. end: see Failure. begun: whether the operator had begun.
         """
-        if self._told:
+        if self._told and end != UNCAUGHT:
             return
-        self._told, self._takes_back = ends, not (begun or ends)
+        self._told, self._takes_back = end != RAISED, end == RAISED and not begun
         self._raised.add(self.begun)
         said = str(error).strip()
         kind = type(error).__name__ + (f": {said}" if said else "")
         text = f"raised {kind} (in {call})" if call else f"raised {kind}"
-        self._send(Failure(self.begun, text, isinstance(error, OverlapMismatchError), ends))
+        self._send(Failure(self.begun, text, end, isinstance(error, OverlapMismatchError)))
 
     def leave(self) -> None:
         """Tell the peers that this rank has called shutdown()."""
         if not self._told:
             self._told = True
-            self._send(Failure(self.begun, "has called shutdown()", leaves=True))
+            self._send(Failure(self.begun, "has called shutdown()", LEFT))
 
     def _send(self, failure: Failure) -> None:
         def send() -> None:
@@ -178,21 +182,27 @@ class Peers:
         ):  # the store is gone; peers notice that, too
             answer(send, _ANSWER_S)
 
-    def error(self, what: str, awaited: Sequence[int]) -> OverlapPeerError | OverlapMismatchError | None:
-        """Why this rank need not wait any longer, or None. what: where it waits, in words. awaited: the ranks for which."""
+    def error(
+        self, what: str, awaited: Sequence[int], closing: bool = False
+    ) -> OverlapPeerError | OverlapMismatchError | None:
+        """Why this rank need not wait any longer, or None.
+
+        what: where it waits, in words. awaited: the ranks for which. closing: it waits in shutdown(), to which ranks come that
+        have failed, too.
+        """
         try:
-            return answer(lambda: self._look(what, awaited), _ANSWER_S)
+            return answer(lambda: self._look(what, awaited, closing), _ANSWER_S)
         except (TimeoutError, RuntimeError, ConnectionError):
             return None  # no news; the wait has a limit of its own
 
-    def _look(self, what: str, awaited: Sequence[int]) -> OverlapPeerError | OverlapMismatchError | None:
+    def _look(self, what: str, awaited: Sequence[int], closing: bool) -> OverlapPeerError | OverlapMismatchError | None:
         if not self._looks.acquire(False):  # an earlier look has got no answer yet
             return None
         try:
             heard, now = self._hear(), time.monotonic()
             for rank, (failure, since) in heard.items():
-                concerns = rank in awaited if failure.leaves else self._ends(failure)
-                if concerns and (now - since > _GRACE_S or self._process_of(rank).has_ended()):
+                is_final = now - since > _GRACE_S or self._process_of(rank).has_ended()
+                if is_final and self._concerns(failure, rank in awaited, closing):
                     text = f"{what} waits in vain: rank {rank} of {self.called} {failure.text}"
                     return OverlapMismatchError(text) if failure.mismatch else OverlapPeerError(text)
             for rank in awaited:
@@ -216,11 +226,13 @@ class Peers:
                     self._heard[rank] = before[rank] if same else (failure, time.monotonic())
         return self._heard
 
-    def _ends(self, failure: Failure) -> bool:
-        """Whether a failure ends the waits of this rank."""
-        if failure.ends:
-            return True
-        return failure.operator <= self.begun and failure.operator not in self._raised
+    def _concerns(self, failure: Failure, is_awaited: bool, closing: bool) -> bool:
+        """Whether a failure ends a wait of this rank."""
+        if failure.end == UNCAUGHT or closing:
+            return failure.end == UNCAUGHT
+        if failure.end == RAISED:
+            return failure.operator <= self.begun and failure.operator not in self._raised
+        return failure.end == FAILED or is_awaited
 
     def _process_of(self, rank: int) -> Process:
         if rank not in self._processes:

@@ -44,6 +44,19 @@ def test_a_plan_asks_for_words_only() -> None:
     assert plan(8, 32, "chunked").request.flagged_bytes == 0
 
 
+@pytest.mark.parametrize("variable", ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
+def test_kernels_that_wait_are_refused_where_each_launch_waits(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs all ranks would stand still until timeout_s."""
+    monkeypatch.setenv(variable, "1")
+    for method in ("fused", "direct", LOW_LATENCY):
+        told = error_on_device(plan(8, 32, method), GPU, lambda: False)
+        assert told is not None and f"method={method!r} with {variable} set" in told and "or use 'chunked'" in told
+    for method in ("chunked", "collective"):
+        assert error_on_device(plan(8, 32, method), GPU, lambda: False) is None
+    monkeypatch.setenv(variable, "0")
+    assert error_on_device(plan(8, 32), GPU, lambda: False) is None
+
+
 def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
     features = MOST_BYTES // 1024 // 2
     assert error_on_device(plan(512, features), GPU, lambda: False) is None
