@@ -12,7 +12,7 @@ data are never taken for new. An epoch comes again after 2^32 uses of a slot.
 import triton
 import triton.language as tl
 
-from .signal import EPOCH_SHIFT, clock, first_note, has_arrived, note_wait, record_fault, signal_word
+from .signal import EPOCH_SHIFT, clock, has_arrived, is_noted, note_wait, record_fault, signal_word
 
 LOW_HALF = tl.constexpr(0xFFFFFFFF)
 ONE_EPOCH = tl.constexpr(1 << 32)
@@ -58,7 +58,6 @@ def receive_words(from_ptr, places, inside, flag, source, signals_ptr, expected,
     spins = tl.cast(0, tl.int64)
     begin = clock(spins, TIMED)
     word = signal_word(source, 0)
-    note_at = first_note(limit)
     state = WAITING
     seen = expected
     words = tl.zeros_like(places).to(tl.int64)
@@ -72,9 +71,8 @@ def receive_words(from_ptr, places, inside, flag, source, signals_ptr, expected,
         elsewhere = has_arrived(seen, expected) & (seen != expected)
         otherwise = tl.where(elsewhere, ELSEWHERE, tl.where(elapsed > limit, LATE, WAITING))
         state = tl.max(tl.where(aborted, ABORTED, tl.where(here, COMPLETE, otherwise)), 0)
-        if (state == WAITING) & (elapsed > note_at):
+        if (state == WAITING) & is_noted(elapsed, spins, limit, TIMED):
             note_wait(abort_ptr, record_ptr, word, expected, elapsed)
-            note_at = elapsed + first_note(limit)
     if (state == LATE) | (state == ELSEWHERE):  # where the signal has come and data have not: as if neither had
         record_fault(abort_ptr, record_ptr, word, expected, tl.where(seen == expected, expected - ONE_EPOCH, seen))
     return tl.where(state == COMPLETE, words.to(tl.int32), -1)

@@ -57,7 +57,6 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
     signal_ptr = signals_ptr + word
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     waiting = has_arrived(seen, expected) == 0
-    note_at = first_note(limit)
     while waiting:
         seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
         spins += 1
@@ -65,9 +64,8 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
         elapsed = clock(spins, TIMED) - begin
         late = elapsed > limit
         waiting = (has_arrived(seen, expected) == 0) & (late == 0) & (aborted == 0)
-        if waiting & (elapsed > note_at):
+        if waiting & is_noted(elapsed, spins, limit, TIMED):
             note_wait(abort_ptr, record_ptr, word, expected, elapsed)
-            note_at = elapsed + first_note(limit)
     # A later epoch is right, too: a peer may be one barrier ahead.
     same_call = (seen == expected) | ((seen >> EPOCH_SHIFT) != (expected >> EPOCH_SHIFT))
     arrived = has_arrived(seen, expected) & same_call
@@ -77,9 +75,13 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
 
 
 @triton.jit
-def first_note(limit):
-    """After how long a wait notes itself: a quarter of a second, or a tenth of its limit."""
-    return tl.minimum(limit // 10, NOTE_NS)
+def is_noted(elapsed, spins, limit, TIMED: tl.constexpr):
+    """Whether a wait notes itself: from a quarter of a second, or a tenth of its limit, on, every 16384 polls."""
+    takes_long = (elapsed > NOTE_NS) | (elapsed * 10 > limit)
+    if TIMED:
+        return takes_long & ((spins & 16383) == 0)
+    else:
+        return takes_long
 
 
 @triton.jit

@@ -21,4 +21,4 @@ LATE_ELAPSED = 6  # for how many nanoseconds by then
 HOST_ABORT = 7  # the host sets it to end all waits of the rank
 FAULT_WORDS = 8
 
-NOTE_NS = 250_000_000  # from one note of a long wait to the next
+NOTE_NS = 250_000_000  # from here on a wait notes itself

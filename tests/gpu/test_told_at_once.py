@@ -22,6 +22,13 @@ def step(case: Case) -> None:
     linear_reduce_scatter(hidden, w, group=case.group, config=case.config, name="fc2").sum().backward()
 
 
+def steps(case: Case) -> None:
+    for _ in range(3):
+        step(case)
+        torch.cuda.synchronize()
+        check()
+
+
 def fail(*_: object) -> None:
     raise MemoryError("none left, says a test")
 
@@ -41,10 +48,7 @@ def test_peers_of_a_rank_that_raises_hear_of_it(case: Case) -> None:
             step(case)
     else:
         with pytest.raises(OverlapPeerError) as caught:
-            for _ in range(3):
-                step(case)
-                torch.cuda.synchronize()
-                check()
+            steps(case)
         said = str(caught.value)
     found: list[tuple[str, float]] = [("", 0.0)] * case.world
     dist.all_gather_object(found, (said, time.monotonic() - begin), group=case.group)
