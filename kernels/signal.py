@@ -77,7 +77,7 @@ def wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED
 @triton.jit
 def is_noted(elapsed, spins, limit, TIMED: tl.constexpr):
     """Whether a wait notes itself: from a quarter of a second, or a tenth of its limit, on, every 16384 polls."""
-    takes_long = (elapsed > NOTE_NS) | (elapsed * 10 > limit)
+    takes_long = elapsed > tl.minimum(limit // 10, NOTE_NS)
     if TIMED:
         return takes_long & ((spins & 16383) == 0)
     else:

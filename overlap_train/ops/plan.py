@@ -263,9 +263,8 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
         if device.type == "cuda":
             if (variable := serialising()) is not None:
                 return (
-                    f"method={engine.method!r} with {variable} set, under which the host waits for each kernel, and ours wait for "
-                    f"what hosts of peers enqueue later: all ranks would stand still; unset it, or use 'chunked' or 'collective' "
-                    f"({flag_name('method')})"
+                    f"method={engine.method!r} with {variable} set: the host would wait for each kernel, and ours wait for "
+                    f"what hosts of peers enqueue later; unset it, or use 'chunked' or 'collective' ({flag_name('method')})"
                 )
             continue
         if not interpreted():
