@@ -38,7 +38,7 @@ def collective_calls(agreement: Agreement, fault: FaultRecord, device: torch.dev
         table = share_on_machine(agreement, _NOTED * agreement.world_size * 8)
     except RuntimeError as error:  # on all ranks alike
         say_on_rank_0(agreement.rank, f"mismatched calls of the method collective will not be named: {error}")
-        table = torch.zeros(_NOTED * agreement.world_size * 8, dtype=torch.uint8)
+        table = torch.zeros(_NOTED * agreement.world_size * 8, dtype=torch.uint8, device="cpu")
     calls = NotedCalls(table, agreement.rank, agreement.world_size, fault)
     fault.looks.append(calls.look)
     return calls

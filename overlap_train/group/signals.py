@@ -154,7 +154,7 @@ class FaultRecord:
         on_gpu = device.type == "cuda"
         self._rank, self._timeout_s = rank, timeout_s
         self.abort = torch.zeros(1, dtype=torch.int64, device=device)
-        self.record = torch.zeros(FAULT_WORDS, dtype=torch.int64, pin_memory=on_gpu)
+        self.record = torch.zeros(FAULT_WORDS, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
         self.words: np.ndarray = self.record.numpy()
         # By fingerprint, while a plan or a slot holds them: with ever new lengths there is no end of tags.
         self._tags: weakref.WeakValueDictionary[int, Tag] = weakref.WeakValueDictionary()

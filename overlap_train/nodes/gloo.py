@@ -75,7 +75,9 @@ class GlooTransport:
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
         """Enqueue `source`, then the signal `word`, and return."""
         data = source.detach().reshape(-1).view(torch.uint8)
-        header = torch.tensor([place.rank, place.data, data.numel(), place.signal, word], dtype=torch.int64)
+        header = torch.tensor(
+            [place.rank, place.data, data.numel(), place.signal, word], dtype=torch.int64, device="cpu"
+        )
         with self._lock:
             self._send(header, place.receiver, _HEADER)
             if data.numel():
@@ -115,7 +117,7 @@ class GlooTransport:
 
     def _receive(self, node: int) -> None:
         """A thread: ends with the connection, or when the peer says goodbye. Whoever waits for a piece has a time limit."""
-        header = torch.empty(5, dtype=torch.int64)
+        header = torch.empty(5, dtype=torch.int64, device="cpu")
         try:
             while True:
                 self._group.recv([header], node, _HEADER).wait(_FOREVER)
@@ -133,7 +135,7 @@ class GlooTransport:
         """End. orderly: the peers do the same, and nothing is under way."""
         if not orderly or self._lost is not None:
             return  # the receivers end with their connections, at the latest with this process
-        goodbye = torch.tensor([0, 0, _GOODBYE, 0, 0], dtype=torch.int64)
+        goodbye = torch.tensor([0, 0, _GOODBYE, 0, 0], dtype=torch.int64, device="cpu")
         for node in range(self._topology.nodes):
             if node != self._topology.node:
                 self._send(goodbye, self._topology.rail_peer(node), _HEADER)
@@ -236,7 +238,7 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         y.copy_(total)
 
     def barrier(self, call: NodeCall, topology: Topology) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         for node in range(topology.nodes):
             if node != topology.node:
                 self.network.put(nothing, call.place_of(topology.rail_peer(node), topology.rank, 0), call.word)
