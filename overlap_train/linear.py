@@ -232,6 +232,11 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
+def weight_gradient_of(ctx: Any) -> WeightGradient:
+    """That of a linear's backward, whose second input is the weight."""
+    return WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, node=ctx.next_functions[1][0])
+
+
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor:
@@ -246,7 +251,7 @@ class _AllGatherLinear(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         saved, w_shard_n = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None
+        dw = weight_gradient_of(ctx) if wants_dw else None
         dx_shard_m = column_backward(ctx.linear, dy_shard_n, saved, w_shard_n, dw, wants_dx)
         return dx_shard_m, None if dw is None else dw.result(), None
 
@@ -264,7 +269,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad) if wants_dw else None
+        dw = weight_gradient_of(ctx) if wants_dw else None
         dx_shard_k = row_backward(ctx.linear, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, wants_dx)
         return dx_shard_k, None if dw is None else dw.result(), None
 

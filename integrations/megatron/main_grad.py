@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from overlap_train.ops.wgrad import accumulate
+from overlap_train.ops.wgrad import accumulate, is_accumulated, is_watched, unmark
 
 if TYPE_CHECKING:
     from overlap_train import OverlapConfig
@@ -37,22 +37,16 @@ def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> boo
 
     True where config.main_grad asks for it and somebody looks for the gradient there. With gradient accumulation fusion that is
     so for every dtype of main_grad, as in Megatron. Without it DDP looks there, which marks the parameter; a 16-bit main_grad is
-    left to DDP's hook. FSDP's is left to FSDP. A user's hook on the weight, a mask of some rows for instance, gets the gradient.
+    left to DDP's hook. FSDP's is left to FSDP.
     """
     main_grad = getattr(weight, "main_grad", None)
     if config.main_grad != "accumulate" or main_grad is None:
         return False
-    if getattr(weight, "__fsdp_param__", False) or _is_watched(weight) or _is_used_twice(linear, weight):
+    if getattr(weight, "__fsdp_param__", False) or _is_used_twice(linear, weight):
         return False
     if linear.gradient_accumulation_fusion:
         return True
     return main_grad.dtype == torch.float32 and hasattr(weight, "grad_added_to_main_grad")
-
-
-def _is_watched(weight: torch.Tensor) -> bool:
-    """Whether somebody has a hook on the gradient of this weight, and would get memory that nobody has written. DDP's own hook is
-    not on the weight."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
@@ -95,7 +89,7 @@ def is_fused(linear: Any, weight: torch.Tensor) -> bool:
     add there, too. No call of FSDP's weights overlaps."""
     if not linear.gradient_accumulation_fusion or getattr(weight, "__fsdp_param__", False):
         return linear.gradient_accumulation_fusion
-    return accumulates(linear, weight, linear.overlap.config)
+    return accumulates(linear, weight, linear.overlap.config) and not is_watched(weight)
 
 
 def fused_alike(linear: Any, weight: torch.Tensor, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +114,11 @@ class _IntoMainGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         weight = ctx.weight
+        accumulated = is_accumulated(ctx.next_functions[0][0])
+        if is_watched(weight) or not accumulated:
+            if accumulated:
+                unmark(weight)
+            return grad
         weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True
         # With tied weights DDP adds weight.grad in spite of the mark, for the embedding's share in it.

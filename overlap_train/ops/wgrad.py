@@ -5,7 +5,8 @@
 What an all-to-all has brought comes in blocks: of dy [W, M, N/W] (rows of dw), or of x [W, M, K/W] (columns of dw).
 
 Megatron's data parallelism keeps gradients in fp32 buffers: each parameter has `main_grad`, and `grad_added_to_main_grad` says
-that backward has put its gradient there already.
+that backward has put its gradient there already. Where somebody looks at the gradient itself, by a hook on the weight or by
+torch.autograd.grad, it is returned, and the mark taken away: data parallelism then adds what comes out of the hooks.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class WeightGradient:
     """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several.
 
     Several parts are summed in fp32 for a 16-bit main_grad, too, so that it is rounded once and not by each part.
+
+    node: of autograd, that takes the gradient of the weight; None: not known.
     """
 
-    def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1) -> None:
-        self._weight = weight
-        self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
+    def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1, node: object = None) -> None:
+        self._weight, target = weight, getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
+        self._is_accumulated = node is None or is_accumulated(node)
+        self._target = target if self._is_accumulated and not is_watched(weight) else None
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 
@@ -51,6 +55,8 @@ class WeightGradient:
     def result(self) -> torch.Tensor | None:
         """What autograd gets (weight_gradient)."""
         if self._target is None:
+            if self._is_accumulated:
+                unmark(self._weight)
             return None if self._dw is None else self._dw.to(self._weight.dtype)
         if self._dw is not None:
             self._target.add_(self._dw)
@@ -59,6 +65,25 @@ class WeightGradient:
         self._weight.grad_added_to_main_grad = True
         placeholder = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
         return placeholder(self._weight)
+
+
+def is_watched(weight: torch.Tensor) -> bool:
+    """Whether somebody has a hook on the gradient of this weight. DDP's own hook is not on the weight."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def unmark(weight: torch.Tensor) -> None:
+    """Let data parallelism add what autograd returns for a weight, also after a call of the same step that has added its own."""
+    if getattr(weight, "grad_added_to_main_grad", False):
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+def is_accumulated(node: object) -> bool:
+    """Whether backward adds to the gradient of a weight, whose node of autograd this is; False: torch.autograd.grad takes it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # what torch says of a leaf whose gradient is taken
+        return False
 
 
 def add_product(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
