@@ -148,6 +148,36 @@ def as_ddps_hook(weight: torch.nn.Parameter) -> None:
     weight.grad = None
 
 
+def a_hook_between_two_micro_batches(kind: str) -> None:
+    """Or between a forward and its backward: the hook sees the gradient, and DDP adds it to what is there."""
+    pair, x = make(kind)
+    expected, weight, seen = expected_gradient(pair, x), pair.overlapped.weight, list[torch.Tensor]()
+    as_in_ddp(weight)
+    run(pair.overlapped, x)
+    as_ddps_hook(weight)
+    y = pair.overlapped(x)[0]
+    handle = weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    y.backward(integers(*y.shape, seed=77))
+    as_ddps_hook(weight)
+    handle.remove()
+    run(pair.overlapped, x)
+    as_ddps_hook(weight)
+    assert len(seen) == 1 and torch.equal(seen[0], expected)
+    assert torch.equal(weight.main_grad, START + 3 * expected)
+
+
+def a_gradient_that_is_taken(kind: str) -> None:
+    """By torch.autograd.grad, in overlapped calls and in those that fall back: nothing is added."""
+    pair, x = make(kind)
+    expected, weight = expected_gradient(pair, x), pair.overlapped.weight
+    as_in_ddp(weight)
+    for mode in (True, False):
+        y = pair.overlapped.train(mode)(x)[0]
+        (dw,) = torch.autograd.grad(y, weight, integers(*y.shape, seed=77))
+        assert torch.equal(dw, expected)
+    assert (weight.main_grad == START).all() and not weight.grad_added_to_main_grad
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
@@ -211,6 +241,8 @@ def fused_by_fsdp(kind: str) -> None:
         returned,
         fusion_without_ddp,
         hooks_of_a_user,
+        a_hook_between_two_micro_batches,
+        a_gradient_that_is_taken,
         fsdp,
         mixed_where_an_embedding_shares_the_weight,
         fused_by_fsdp,
