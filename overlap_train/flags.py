@@ -23,7 +23,7 @@ PROVIDERS, NETWORKS = (
 )
 # What to install where a tool needs a package that is not there.
 PIP_NAMES = {"megatron": "megatron-core", "nvshmem": "nvshmem4py-cu13"} | {
-    name: name for name in ("torch", "numpy", "rich", "packaging", "triton", "matplotlib")
+    name: name for name in ("torch", "numpy", "packaging", "triton", "matplotlib")
 }
 RANK_0_S = 10.0  # what rank 0 gets to say what is wrong before other ranks end; torchrun ends them once it has
 Options = TypeVar("Options")
