@@ -113,7 +113,7 @@ def test_the_second_run_uses_what_the_first_has_measured_and_says_so(
     status, said = script_server.run(*TUNE, *arguments, folder=tmp_path_factory.mktemp("tune"))
     assert status == 0, said
     (file,) = tmp_path.iterdir()
-    assert file.name in said and "over collective" in said and len(re.findall(r"\d\.\d\d x$", said, re.M)) == 4
+    assert file.name in said and len(re.findall(r"\d\.\d\d x as fast as collective", said)) == 4
     stored = json.loads(file.read_text())["winners"]
     assert len(stored) == 4 and all(
         {one["name"] for one in winner["timed"]} == {"chunked", "collective"} for winner in stored

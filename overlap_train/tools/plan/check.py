@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...select.choose import alone, choose
-from ...select.cost import Estimate, library_us, nccl_us
+from ...select.cost import Estimate, library_us
 from ...select.passes import Pass
 from ...select.reach import reach_of
 from ...select.system import System, system_of
@@ -75,7 +75,7 @@ def _operators(rows: list[Row], system: System) -> list[Compared]:
         if case not in seen:
             seen.add(case)
             us["gemm"] = library_us(system, p.rows, p.n, p.k), row["gemm_ms"]
-            us["comm"] = nccl_us(p, system), row["comm_ms"]
+            us["comm"] = reach_of(1).collective_us(p, system), row["comm_ms"]
             us["sequence"] = _alone(COLLECTIVE, p, system).device_us, row["sequence_ms"]
         found += [Compared(case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]
     return found

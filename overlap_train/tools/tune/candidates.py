@@ -1,7 +1,6 @@
-"""What is measured: passes, each by every candidate method with its options, on all ranks.
+"""What is measured: passes, each by every candidate method with its options, on all ranks, as the benchmark measures.
 
-It is measured as the benchmark measures: operands as in training, results checked first, interleaved bursts, the time of the
-slowest rank. Every rank has the same figures, and therefore comes to the same answer (select/choose.py: fastest).
+Every rank has the same figures, those of the slowest, and therefore comes to the same answer (select/choose.py: fastest).
 """
 
 from __future__ import annotations
@@ -106,34 +105,29 @@ def _in_chunks(pass_: Pass, plain: Method, system: System, nodes: int, gbs: floa
 
 @torch.no_grad()
 def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | None:
-    """The winner of one pass, None if no method works; what fails is left out and noted in the results. Collective."""
-    world, settings = session.world, session.settings
+    """The winner of one pass, None if no method works: of those that give the right result on every rank, each in all its ways.
+    What fails is left out and noted in the results. Collective."""
+    world, settings, results = session.world, session.settings, session.results
     planned, nodes = case.planned(world.size, settings.dtype), domain.topology.nodes
     default = untuned(planned, world.device, nodes).method
-    calls = _working(case, candidates(settings.methods, default, planned, nodes), domain, session)
+    domain.span.settled(domain.config)  # the network is measured
+    inputs, calls = inputs_of(case, session), dict[Method, Call]()
+    run_of = _backward if planned.kind.before_wgrad else overlapped
+    for name in candidates(settings.methods, default, planned, nodes):
+        for how in ways_of(planned, name, domain.device, nodes, domain.span.network_gbs):
+            run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
+            problem = problem_of(case.name, run, inputs, world, inputs.check)
+            if problem is None:
+                calls[how] = inputs.call(run)
+            else:
+                results.note(f"{case.name}: {how} left out: {problem}", failure=False)
     if not any(how.is_plain for how in calls):
-        session.results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
+        results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None
     timings = session.time({str(how): call for how, call in calls.items()}, case.flops(world.size))
     took = {how: timings[str(how)] for how in calls}
     how = fastest({how: Took(1e3 * one.ms, one.host_us) for how, one in took.items()}, default)
     return Winner(planned, how, {how: one.ms for how, one in took.items()})
-
-
-def _working(case: Case, names: Sequence[str], domain: OverlapDomain, session: Session) -> dict[Method, Call]:
-    """The methods that give the right result on every rank, with their options, ready to be timed."""
-    inputs, calls = inputs_of(case, session), {}
-    planned, nodes = case.planned(domain.world_size, session.settings.dtype), domain.topology.nodes
-    domain.span.settled(domain.config)  # the network is measured
-    run_of = _backward if planned.kind.before_wgrad else overlapped
-    for how in [way for name in names for way in ways_of(planned, name, domain.device, nodes, domain.span.network_gbs)]:
-        run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
-        problem = problem_of(case.name, run, inputs, session.world, inputs.check)
-        if problem is None:
-            calls[how] = inputs.call(run)
-        else:
-            session.results.note(f"{case.name}: {how} left out: {problem}", failure=False)
-    return calls
 
 
 def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
