@@ -56,7 +56,7 @@ def test_ranks_that_are_well(script_server: ScriptServer, tmp_path: Path) -> Non
     assert said.count("overlap-train doctor") == 1 and "doctor: WARN (1 WARN," in said, "one rank prints"
     found = {(line["name"], line["rank"]): line["status"] for line in lines(tmp_path)}
     for name in (
-        "device", "version torch", "collectives", "heap host", "signal host", "link", "operator chunked", "network chunked",
+        "device", "version torch", "join", "heap host", "signal host", "link host", "operator chunked", "network chunked",
     ):  # fmt: skip
         assert found[name, 0] == found[name, 1] == "OK", name
     assert found["operator time", 0] == "OK" and ("operator time", 1) not in found

@@ -33,9 +33,9 @@ def test_equal_lines_become_one_and_a_failure_shows_rank_host_and_fix() -> None:
 @pytest.mark.parametrize(("card", "status"), [("h200", FAIL), (None, WARN)])
 def test_a_slow_link_is_named_at_its_source(card: str | None, status: str) -> None:
     speeds = {(s, t): 380.0 for s in range(4) for t in range(4) if s != t} | {(1, 3): 190.0}
-    (slow,) = ranks.judge_links(HERE, speeds, SYSTEMS[card] if card else None)
+    (slow,) = ranks.judge_links(HERE, "link", speeds, SYSTEMS[card] if card else None)
     assert slow.status == status and slow.measured == "190 GB/s from rank 5 on node1 to rank 7 on node1"
-    (good,) = ranks.judge_links(HERE, speeds | {(1, 3): 380.0}, SYSTEMS[card] if card else None)
+    (good,) = ranks.judge_links(HERE, "link", speeds | {(1, 3): 380.0}, SYSTEMS[card] if card else None)
     assert good.status == OK
 
 

@@ -80,21 +80,23 @@ def main(arguments: list[str]) -> int:
     if check_machine(job, asked, variables):
         check_together(job, asked)
         job.run("leave", _leave, asked.limit, _LATE)
-    is_written = job.leave(lambda: report(asked.json, job.findings, job.hosts))
-    status = 1 if verdict(job.findings) == FAIL else 0 if is_written else 2
+    worst, is_written = verdict(job.findings), True
+    if job.speaks:
+        print("overlap-train doctor", *lines_of(job.findings, job.size), sep="\n", flush=True)
+        is_written = not asked.json or _is_written(asked.json, job)
+    job.leave()
+    status = 1 if worst == FAIL else 0 if is_written else 2
     if job.broken:
         sys.stdout.flush()
         os._exit(status)
     return status
 
 
-def report(file: str, findings: list[Finding], hosts: list[str]) -> bool:
-    """Print, and write what was asked for. Whether it could be written; a line says if not."""
-    print("overlap-train doctor", *lines_of(findings, len(hosts)), sep="\n", flush=True)
+def _is_written(file: str, job: Job) -> bool:
+    """Write the report; a line says if it could not be."""
     try:
-        if file:
-            summary = {"verdict": verdict(findings), "hosts": hosts}
-            write_json(Path(file), [asdict(finding) for finding in findings], summary)
+        summary = {"verdict": verdict(job.findings), "hosts": job.hosts}
+        write_json(Path(file), [asdict(finding) for finding in job.findings], summary)
     except OSError as error:
         problem = f"--json {file} cannot be written: {error.strerror or error}; name another file"
         print(f"overlap-train doctor: error: {problem}", file=sys.stderr, flush=True)
@@ -131,7 +133,8 @@ def check_together(job: Job, asked: Doctor) -> None:
     def join_ranks() -> list[Finding]:
         joined, hosts = join(may_be_alone=True), tuple(job.hosts)
         worlds[:] = joined.node(hosts), replace(joined, hosts=hosts)
-        return ranks.check_collectives(joined)
+        dist.barrier()
+        return [Finding(OK, "join", f"{joined.size} rank{'s' * (joined.size > 1)} by {dist.get_backend()}")]
 
     def in_node(work: Callable[..., list[Finding]], *given: object) -> Work:
         return lambda: [] if is_alone else work(here, *given)
@@ -148,8 +151,7 @@ def check_together(job: Job, asked: Doctor) -> None:
         check(f"heap {name}", in_node(ranks.check_memory, name, call_s), ranks.MEMORY_FIXES[name]) for name in providers
     ]
     if set(heaps) == {FAIL}:
-        return None if job.broken else job.skip("links, operators")
-    check("links", in_node(ranks.check_links, asked.provider, call_s))
+        return None if job.broken else job.skip("operators")
     seconds = asked.seconds or (30.0 if on_gpu else 3.0)
     limit_s = 2 * asked.limit + seconds  # kernels are compiled there
     config = OverlapConfig(provider=asked.provider, timeout_s=asked.limit / 2)

@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
@@ -28,10 +27,10 @@ _LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # The store is asked less often after two seconds: each question takes time from what is measured.
 _TURN_S, _SLOW_TURN_S = 0.02, 0.2
 _GRACE_S = 5.0  # what ranks get after another one has raised, and for a roll call
-# Beyond the limit: a call that nothing can interrupt ends its process (symmetric/bounded.py). Before that come the grace and the
-# report, for which ranks wait twice.
+# Beyond the limit: a call that nothing can interrupt ends its process (symmetric/bounded.py). Before that come the grace, a
+# roll call and the report.
 CALL_S = 30.0
-_KNOWN_S = 10.0
+_LEFT_S = 10.0
 _BACKSTOP_S = 60.0  # beyond the limit: ends a process whose main thread cannot run either
 Work = Callable[[], list[Finding]]
 
@@ -77,20 +76,16 @@ class Job:
         """Add a finding: what could not be checked."""
         self.findings.append(Finding(WARN, "not checked", what, "", "repair what says FAIL first, then run again"))
 
-    def leave(self, report: Callable[[], bool]) -> bool:
-        """Print the report on the first rank that answers; whether it could be written. The others wait until it has done so:
-        torchrun ends all when one ends with status 1. Under srun rank 0 serves the store, so it waits until all that answer
-        know."""
-        is_written, speaker = True, min(self._answering)
-        if self.rank == speaker:
-            is_written = report()
-            self._post("reported")
-        with suppress(dist.DistError):
-            self._wait("reported", _KNOWN_S, [speaker])
-            self._post("known")
-            if self.rank == speaker:
-                self._wait("known", _KNOWN_S, self._answering)
-        return is_written
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank prints: the first that answers."""
+        return self.rank == min(self._answering)
+
+    def leave(self) -> None:
+        """Under srun rank 0 serves the store: it waits until nobody asks it any more."""
+        self._post("left")
+        if self.rank == 0:
+            self._wait("left", _LEFT_S, self._answering)
 
     def _post(self, name: str, findings: Collection[Finding] = (), raised: bool = False) -> None:
         host = self.hosts[self.rank]

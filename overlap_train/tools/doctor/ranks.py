@@ -22,7 +22,7 @@ from ... import check as check_timeouts
 from ...group.signals import poll
 from ...select.system import System, system_of
 from ...select.tiling import tma_reads
-from ...symmetric import SymmetricHeap, open_heap
+from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.timing import Call, Pace, measure
 from ..measure.world import World
@@ -49,52 +49,44 @@ _WRONG_FIX = (
 _ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own lines and log come first"
 
 
-def check_collectives(world: World) -> list[Finding]:
-    """torch's own sum over all ranks of the job."""
-    total = torch.full((1 << 20,), float(world.rank + 1), device=world.device)
-    dist.all_reduce(total)
-    name, backend, wrong = "collectives", dist.get_backend(), int((total != world.size * (world.size + 1) / 2).sum())
-    if wrong:
-        fix = "torch's own collective is wrong: run nccl-tests' all_reduce_perf -c 1 on these hosts"
-        return [Finding(FAIL, name, f"{backend}: {wrong} of {total.numel()} sums wrong", "right sums", fix)]
-    return [Finding(OK, name, f"{backend} all-reduce over {world.size} rank{'s' * (world.size > 1)} is right")]
-
-
 def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
-    """Open a heap of `provider`, and send data with signals both ways between all pairs of ranks.
+    """Open a heap of `provider`; send data with signals between all ranks, then time the links.
 
     call_s: see Agreement. Raises what a provider raises, and TimeoutError where a signal does not come.
     """
-    name = f"heap {provider}"
+    name, on_gpu = f"heap {provider}", here.device.type == "cuda"
     # Before anything collective: a rank that cannot even load the library must not leave its peers in a rendezvous.
     missing = here.attempt(lambda: importlib.import_module(_LIBRARIES.get(provider, "torch")))
     if missing is not None:
         expected = "the same on all ranks; without it auto takes torch"
         return [] if missing == _ELSEWHERE else [Finding(WARN, name, missing, expected, MEMORY_FIXES[provider])]
     began = time.monotonic()
-    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), here.size * (_BLOCK + 8), provider, here.device)
+    nbytes = here.size * (_BLOCK + 8) + ((128 << 20) if on_gpu else (4 << 20))
+    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), nbytes, provider, here.device)
+    views = [heap.view(rank) for rank in range(here.size)]
     opened = Finding(OK, name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
-    signals = _check_signals(here, heap, f"signal {provider}")
+    signals = _check_signals(here, views, f"signal {provider}")
+    card = system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None
+    links = judge_links(here, f"link {provider}", _speeds(here, views), card)
     heap.close()
-    return [opened, signals]
+    return [opened, signals, *links]
 
 
-def _check_signals(here: World, heap: SymmetricHeap, name: str) -> Finding:
+def _check_signals(here: World, views: Sequence[torch.Tensor], name: str) -> Finding:
     """Every rank sends 1 MiB of data and then a signal to each other one, again and again.
 
-    The heap is W blocks of data and W words: block s and word s of every rank are written by rank s alone.
+    A view begins with W blocks of data and W words: block s and word s of every rank are written by rank s alone.
     """
     size, me, early = here.size, here.rank, set[int]()
-    views = [heap.view(rank) for rank in range(size)]
     blocks = [view[: size * _BLOCK].view(size, _BLOCK) for view in views]
-    words = [view[size * _BLOCK :].view(torch.int64)[:size].split(1) for view in views]
+    words = [view[size * _BLOCK :][: 8 * size].view(torch.int64).split(1) for view in views]
     peers = [(me + step) % size for step in range(1, size)]
     for turn in range(1, _TURNS + 1):
         for peer in peers:
             for there in (blocks[peer][me], words[peer][me]):
                 there.copy_(torch.full_like(there, turn))
         for peer in peers:
-            if not poll(lambda word=words[me][peer], turn=turn: int(word.item()) >= turn, _SIGNAL_S):
+            if not poll(partial(_has_come, words[me][peer], turn), _SIGNAL_S):
                 raise TimeoutError(
                     f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
                 )
@@ -107,13 +99,13 @@ def _check_signals(here: World, heap: SymmetricHeap, name: str) -> Finding:
     return Finding(OK, name, f"{_TURNS} times 1 MiB to and from {size - 1} peers, each before its signal")
 
 
-def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
+def _has_come(word: torch.Tensor, turn: int) -> bool:
+    return int(word.item()) >= turn
+
+
+def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int], float]:
     """GB/s of every rank copying into every other's memory, one pair at a time: in another's turn a rank does nothing."""
-    on_gpu = here.device.type == "cuda"
-    nbytes = (128 << 20) if on_gpu else (4 << 20)
-    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), nbytes, provider, here.device)
-    views = [heap.view(rank) for rank in range(here.size)]
-    source, speeds = torch.ones_like(views[here.rank]), dict[tuple[int, int], float]()
+    source, speeds = torch.ones_like(views[here.rank]), {}
     for first, second in permutations(range(here.size), 2):
 
         def copy(index: int, first: int = first, target: torch.Tensor = views[second]) -> None:
@@ -121,18 +113,17 @@ def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
                 target.copy_(source, non_blocking=True)
 
         speeds[first, second] = source.nbytes / measure({"": copy}, _PACE, here.group, here.device)[""].ms / 1e6
-    heap.close()
-    return judge_links(here, speeds, system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None)
+    return speeds
 
 
-def judge_links(here: World, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
+def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
     """One finding for each link out of this rank that is slow, else one for all of them. speeds: GB/s by (source, target)."""
     mine = {target: speed for (source, target), speed in speeds.items() if source == here.rank}
     if not mine:
         return []
     told = f"{min(mine.values()):.3g} to {max(mine.values()):.3g} GB/s to {len(mine)} peers"
     if here.device.type != "cuda":
-        return [Finding(OK, "link", f"{told} through shared memory", "not judged: CPU")]
+        return [Finding(OK, name, f"{told} through shared memory", "not judged: CPU")]
     if card is not None and card.is_measured:
         usual, broken, known = card.copy_gbs, _BROKEN * card.copy_gbs, ""
     else:
@@ -143,8 +134,8 @@ def judge_links(here: World, speeds: dict[tuple[int, int], float], card: System 
     for target, speed in mine.items():
         if speed < _LOW * usual:
             measured = f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}"
-            found.append(Finding(FAIL if speed < broken else WARN, "link", measured, expected, fix))
-    return found or [Finding(OK, "link", told, expected)]
+            found.append(Finding(FAIL if speed < broken else WARN, name, measured, expected, fix))
+    return found or [Finding(OK, name, told, expected)]
 
 
 @torch.no_grad()
