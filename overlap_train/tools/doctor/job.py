@@ -78,7 +78,7 @@ class Job:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank prints: the first that answers."""
+        """The first rank that answers does: it prints."""
         return self.rank == min(self._answering)
 
     def leave(self) -> None:

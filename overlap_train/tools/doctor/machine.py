@@ -18,19 +18,8 @@ from packaging.specifiers import SpecifierSet
 from ...select.table import installed
 from .report import FAIL, OK, WARN, Finding
 
-_NVSHMEM = "nvshmem4py-cu13 cuda-core"
-# Each package that takes part, and what installs it where it is optional.
-PACKAGES = {
-    "torch": "",
-    "triton": "triton",
-    "megatron-core": "megatron-core psutil",
-    "transformer-engine": "",
-    "nvshmem4py-cu13": _NVSHMEM,
-    "nvidia-nvshmem-cu13": _NVSHMEM,
-    "nvidia-nccl-cu13": "",
-    "cuda-core": _NVSHMEM,
-}
-_FOR_GPUS = ("nvshmem", "nvidia", "cuda")  # a machine without GPU needs none of them
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
+FOR_GPUS = ("nvshmem4py-cu13", "nvidia-nvshmem-cu13", "cuda-core", "nvidia-nccl-cu13")
 
 # The doctor never uses NVLink multicast, and sets these before CUDA starts: where multicast is broken, merely setting it up can
 # take the host's GPUs down. No operator of ours needs it.
@@ -50,7 +39,7 @@ HURTS = {
 def check_versions(on_gpu: bool) -> list[Finding]:
     """One finding for each package: its version, against the range of our metadata."""
     ranges = _ranges()
-    packages = [name for name in PACKAGES if on_gpu or not name.startswith(_FOR_GPUS)]
+    packages = PACKAGES + FOR_GPUS if on_gpu else PACKAGES
     found = [_judge(name, ranges.get(name, SpecifierSet())) for name in packages]
     if on_gpu:
         found.append(Finding(OK, "version nccl loaded", ".".join(map(str, torch.cuda.nccl.version()))))
@@ -58,18 +47,16 @@ def check_versions(on_gpu: bool) -> list[Finding]:
 
 
 def _judge(package: str, allowed: SpecifierSet) -> Finding:
-    name, expected, pip = f"version {package}", str(allowed), f'pip install "{package}{allowed}"'
+    name, pip = f"version {package}", f'pip install "{package}{allowed}"'
     # That of a source build of torch has no other place.
     version = torch.__version__ if package == "torch" else installed(package)
-    if version is None:  # torch is imported here: what is missing is an extra
-        fix = f"if you want it, pip install {PACKAGES[package]}" if expected else ""
-        return Finding(WARN if expected else OK, name, "not installed", expected, fix)
-    if allowed.contains(version, prereleases=True):
-        return Finding(OK, name, version, expected)
+    if version is None or allowed.contains(version, prereleases=True):
+        status, fix = (OK, "") if version or not allowed else (WARN, f"if you want it, {pip}")
+        return Finding(status, name, version or "not installed", str(allowed), fix)
     lowest = SpecifierSet(",".join(str(part) for part in allowed if not part.operator.startswith("<")))
     if lowest.contains(version, prereleases=True):
-        return Finding(WARN, name, f"{version}: newer than tested", expected, f"if something fails, {pip}")
-    return Finding(FAIL, name, version, expected, pip)
+        return Finding(WARN, name, f"{version}: newer than tested", str(allowed), f"if something fails, {pip}")
+    return Finding(FAIL, name, version, str(allowed), pip)
 
 
 def _ranges() -> dict[str, SpecifierSet]:
@@ -79,7 +66,7 @@ def _ranges() -> dict[str, SpecifierSet]:
     else:
         project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
         lines = list(chain(project["dependencies"], *project["optional-dependencies"].values()))
-    return {needed.name: needed.specifier for needed in map(Requirement, lines) if needed.name in PACKAGES}
+    return {needed.name: needed.specifier for needed in map(Requirement, lines)}
 
 
 def disagreements(findings: Sequence[Finding]) -> list[Finding]:

@@ -17,6 +17,7 @@ from ...select.reach import reach_of
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import LAYERS, PASSES, Case
+from ..measure.results import aligned
 from .prediction import COLLECTIVE, run_us
 
 Row = dict[str, Any]
@@ -112,18 +113,16 @@ def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
 
 def report(compared: Sequence[Compared]) -> list[str]:
     """What the command prints: errors by what was measured, then rows that miss."""
-    lines = ["what                 figures   mean error     worst"]
-    whats = dict.fromkeys(one.what for one in compared)
-    groups = {what: [one for one in compared if one.what == what] for what in whats} | {"all": list(compared)}
-    for what, some in groups.items():
+    table = [("what", "figures", "mean error", "worst")]
+    for what in [*dict.fromkeys(one.what for one in compared), "all"]:
+        some = [one for one in compared if what in ("all", one.what)]
         worst = max(some, key=lambda one: abs(one.error))
-        lines.append(f"{what:<20} {len(some):>7}   {mean_error(some):>10.1%}   {worst.error:>+7.1%}")
+        table.append((what, str(len(some)), f"{mean_error(some):.1%}", f"{worst.error:+.1%}"))
     missed = [one for one in compared if abs(one.error) > WORST]
-    lines += ["", f"over {WORST:.0%}: {len(missed)} of {len(compared)}"]
-    return lines + [
-        f"  {one.case} by {one.what}: {one.estimated_us:.0f} us estimated, {one.measured_us:.0f} measured ({one.error:+.1%})"
-        for one in missed
-    ]
+    return [
+        *aligned(table), "", f"over {WORST:.0%}: {len(missed)} of {len(compared)}",
+        *(f"  {m.case} by {m.what}: {m.estimated_us:.0f} us, {m.measured_us:.0f} measured ({m.error:+.1%})" for m in missed),
+    ]  # fmt: skip
 
 
 def mean_error(some: Iterable[Compared]) -> float:
