@@ -14,10 +14,13 @@ import torch
 
 from ...config import OverlapConfig
 from ...group.domain import OverlapDomain
-from ...group.signals import Tag
+from ...group.memory import Request
+from ...linear import column_backward
 from ...nodes.choice import network_chunks_of
-from ...ops.plan import planner_of
-from ...ops.table import start_ag_gemm, start_gemm_rs
+from ...ops.plan import Plan, planner_of
+from ...ops.plan_cache import PlannedOp
+from ...ops.spec import ALL_GATHER_LINEAR
+from ...ops.wgrad import WeightGradient
 from ...select.choose import Choice, Took, fastest, untuned
 from ...select.low_latency import serving
 from ...select.method import CHUNK_COUNTS, Method
@@ -30,7 +33,7 @@ from ...select.tiling import equal_chunks
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPERATORS, Case, cases_of, check_divisible
 from ..measure.models import MODELS, OPS_OF_LINEARS
-from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of, tag_of
+from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of
 from ..measure.timing import Call
 
 _EXCHANGED = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}
@@ -131,20 +134,17 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
 
 
 def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
-    """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
-    ends under that gradient would look slower than it is."""
-    plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole = planner_of(domain.topology, domain.config).sent_again(replace(plan, kind=plan.kind.dgrad))
-    wgrad = Tag(f"{tag.op}/wgrad", tag.what)
+    """A column linear's whole backward. Without the weight gradient, a method whose reduction ends under that gradient would look
+    slower than it is."""
+    # With a barrier, whether training has one or not: one backward after another needs it for its slots.
+    dgrad = replace(plan_of(case, domain, choice.by(barrier_first=True), like), beside_wgrad=True)
+    wgrad = planner_of(domain.topology, domain.config).sent_again(replace(dgrad, kind=dgrad.kind.dgrad))
+    request = Request(case.op, f"{case.name} by {choice.how}")
+    plan = Plan(ALL_GATHER_LINEAR, domain.config, dgrad, dgrad, dgrad, wgrad, request, like.left.dtype)
+    linear = PlannedOp(domain, plan, f"tune {choice.how}", (), trains=True)
 
-    def run(o: Operands) -> torch.Tensor:
-        # With a barrier, whether training has one or not: one backward after another needs it for its slots.
-        with domain.operator(tag, whole.slots + plan.slots, barrier_first=True):
-            x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_ag_gemm(domain, whole, wgrad, x_shard_m)
-            scatter = start_gemm_rs(domain, plan, tag, o.left, o.right)
-            gather.keep_own(plan)
-            torch.mm(o.left.t(), gather.gathered_view())
-            return scatter.finish()
+    def run(o: Operands) -> torch.Tensor | None:
+        x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
+        return column_backward(linear, o.left, x_shard_m, o.right, WeightGradient(o.right, "off"), wants_dx=True)
 
     return run
