@@ -72,10 +72,8 @@ def main(arguments: list[str]) -> int:
         job = open_job(asked.limit)
     except Exception as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        print(f"FAIL  store: {first_line(error)} (host {socket.gethostname()})")
-        print(
-            f"        fix: {address} must be reachable from this host: name resolution, firewall, launcher", flush=True
-        )
+        fix = f"{address} must be reachable from this host: name resolution, firewall, launcher"
+        print(f"FAIL  store: {first_line(error)} (host {socket.gethostname()})\n        fix: {fix}", flush=True)
         return 1
     if check_machine(job, asked, variables):
         check_together(job, asked)
@@ -155,11 +153,8 @@ def check_together(job: Job, asked: Doctor) -> None:
     seconds = asked.seconds or (30.0 if on_gpu else 3.0)
     limit_s = 2 * asked.limit + seconds  # kernels are compiled there
     config = OverlapConfig(provider=asked.provider, timeout_s=asked.limit / 2)
-    check(
-        "operators",
-        in_node(ranks.check_operators, "operator", ranks.methods_of(here), config, seconds),
-        limit_s=limit_s,
-    )
+    right = in_node(ranks.check_operators, "operator", ranks.methods_of(here), config, seconds)
+    check("operators", right, limit_s=limit_s)
     hosts = Counter(job.hosts)
     if asked.node_ranks or len(set(hosts.values())) == 1 < len(hosts):
         check("before the network", _free)  # NVSHMEM has one world, which until now was of other ranks
@@ -180,5 +175,6 @@ def _free() -> list[Finding]:
 
 def _leave() -> list[Finding]:
     _free()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return []
