@@ -105,9 +105,3 @@ def test_a_single_process_says_what_it_cannot_check(script_server: ScriptServer,
     status, said = script_server.run(*words, folder=tmp_path, world=1)
     assert status == 2 and "not checked: NVLink" in said and "operator time" not in said
     assert said.splitlines()[-1].startswith("overlap-train doctor: error: --json /proc/r.json cannot be written: ")
-
-
-def test_only_rank_0_prints_the_help(script_server: ScriptServer, tmp_path: Path) -> None:
-    for words in (("doctor", "--help"), ("--help",)):
-        status, said = script_server.run("-m", "overlap_train", *words, folder=tmp_path)
-        assert status == 0 and said.count("usage: ") == 1, said

@@ -16,7 +16,6 @@ from ...config import OverlapConfig
 from ...group.domain import OverlapDomain
 from ...group.memory import Request
 from ...linear import column_backward
-from ...nodes.choice import network_chunks_of
 from ...ops.plan import Plan, planner_of
 from ...ops.plan_cache import PlannedOp
 from ...ops.spec import ALL_GATHER_LINEAR
@@ -73,37 +72,30 @@ def candidates(names: Sequence[str], default: str, pass_: Pass, nodes: int = 1) 
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 
-def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1, gbs: float = 0.0) -> list[Method]:
-    """The options of a method that are worth a measurement, plain first: across nodes numbers of chunks, inside a node these.
-    gbs: of the network.
+def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1) -> list[Method]:
+    """The options of a method that are worth a measurement, plain first.
 
-    Whole blocks: where the method would cut them. Split reduction: in a column linear's backward, whose weight gradient can run
-    in between, and where it saves half a wave of tiles or more. Starting with a barrier: where pushes of several ranks may meet
-    on one link.
+    Across nodes: numbers of chunks that cut a block into equal ones, none too short for a message. Inside a node: whole blocks,
+    where the method would cut them; a split reduction, in a column linear's backward, whose weight gradient can run in between,
+    and where it saves half a wave of tiles or more; a barrier first, where pushes of several ranks may meet on one link.
     """
-    plain, system = Method(name), System.of(device)
+    plain, system, exchanges = Method(name), System.of(device), pass_.kind.exchanges
+    on_gpu = system.type == "cuda"
     if not reach_of(nodes).has_rules:
-        return _in_chunks(pass_, plain, system, nodes, gbs)
+        # `chunked` multiplies whole blocks in an all-to-all of CPU processes: more chunks would be messages for nothing.
+        if not plain.pushes or (exchanges and not plain.multiplies and not on_gpu):
+            return [plain]
+        rows = pass_.m // pass_.world
+        most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
+        fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
+        return [plain, *(replace(plain, chunks=count) for count in fits)]
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
-    is_free = not (pass_.kind.exchanges or pass_.kind.before_wgrad)
+    is_free = not (exchanges or pass_.kind.before_wgrad)
     collides = pass_.world > 2 and plain.pushes and copy_us(pass_, system) > _SHORT_COPY_US and is_free
     splits = plain.splits and (pass_.kind.before_wgrad or saves_a_wave(pass_, system))
     options = itertools.product(*((False, True) if may else (False,) for may in (cuts, splits, collides)))
     return [Method(name, *each) for each in options]
-
-
-def _in_chunks(pass_: Pass, plain: Method, system: System, nodes: int, gbs: float) -> list[Method]:
-    """The plan's own number of chunks, and all others that cut a block into equal chunks, none too short for a message. `chunked`
-    multiplies whole blocks in an all-to-all of CPU processes, where more chunks would be messages for nothing."""
-    on_gpu = system.type == "cuda"
-    if not plain.pushes or (not plain.multiplies and pass_.kind.exchanges and not on_gpu):
-        return [plain]
-    rows = pass_.m // pass_.world
-    most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
-    own = network_chunks_of(plain, pass_, system, nodes, gbs)
-    fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
-    return [plain, *(replace(plain, chunks=count) for count in fits if count != own)]
 
 
 @torch.no_grad()
@@ -117,7 +109,7 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     inputs, calls = inputs_of(case, session), dict[Method, Call]()
     run_of = _backward if planned.kind.before_wgrad else overlapped
     for name in candidates(settings.methods, default, planned, nodes):
-        for how in ways_of(planned, name, domain.device, nodes, domain.span.network_gbs):
+        for how in ways_of(planned, name, domain.device, nodes):
             run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
             problem = problem_of(case.name, run, inputs, world, inputs.check)
             if problem is None:
