@@ -101,7 +101,8 @@ def main(arguments: list[str]) -> int:
     refuse_methods_of_one_node(asked.methods, nodes)
     tune(asked.tuning_dir, key_of(here.device, here.size, nodes, asked.network), cases, session)
     results.share_notes(here.group)
-    here.say("\n".join(results.notes))
+    for note in results.notes:
+        here.say(note)
     shutdown()
     dist.destroy_process_group()
     return 1 if results.failed else 0
