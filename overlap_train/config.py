@@ -14,15 +14,10 @@ _LEAST_CALLS = 2 * (len(METHODS) - 1)
 MOST_CTAS = 32  # of one of NCCL's communicators; a sum between nodes may be given no more either
 
 
-@dataclass(frozen=True)
-class SettingRule:
-    """Which values a setting without choices may have. text: what the error says of another one."""
-
-    text: str
-    allows: Callable[[Any], bool]
+Rule = tuple[str, Callable[[Any], bool]]  # what an error says of a wrong value, and which values are right
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None, rule: SettingRule | None = None) -> Any:
+def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None, rule: Rule | None = None) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices, "rule": rule})
 
 
@@ -31,16 +26,17 @@ def _is_number(value: Any, kinds: type | UnionType = int) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _whole(text: str, least: int, most: float = math.inf, zero: bool = False) -> SettingRule:
+def _whole(text: str, least: int, most: float = math.inf, zero: bool = False) -> Rule:
     """A whole number from least to most, or 0."""
-    return SettingRule(text, lambda value: _is_number(value) and (least <= value <= most or (zero and value == 0)))
+    return text, lambda value: _is_number(value) and (least <= value <= most or (zero and value == 0))
 
 
 _MIB = _whole("must be a positive number of MiB, and a whole one", 1)
-_SECONDS = SettingRule(
-    "must be a positive and finite number", lambda value: _is_number(value, int | float) and 0 < value < math.inf
+_SECONDS: Rule = (
+    "must be a positive and finite number",
+    lambda value: _is_number(value, int | float) and 0 < value < math.inf,
 )
-_FOLDER = SettingRule("must name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
+_FOLDER: Rule = ("must name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
 _NODE = _whole("must be a number of ranks, or 0 to find the nodes", 0)
 _SMS = _whole(f"must be a number from 1 to {MOST_CTAS}, or 0 to measure it", 0, MOST_CTAS)
 _CALLS = _whole(
@@ -153,10 +149,10 @@ class OverlapConfig:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            _check(setting, getattr(self, setting.name))
-        self._refuse_what_cannot_act()
-
-    def _refuse_what_cannot_act(self) -> None:
+            value = getattr(self, setting.name)
+            error = _error_of(setting, value)
+            if error is not None:
+                raise ValueError(f"{setting.name}={value!r}{error} ({flag_name(setting.name)})")
         if self.tune_steps and self.method != "auto":
             raise ValueError(
                 f"tune_steps={self.tune_steps} with method={self.method!r}: only auto tries methods; leave one of the two out "
@@ -182,21 +178,16 @@ def flag_name(field_name: str) -> str:
     return "--overlap-train-" + field_name.replace("_", "-")
 
 
-def _check(setting: Field[Any], value: Any) -> None:
+def _error_of(setting: Field[Any], value: Any) -> str | None:
+    """What is wrong with a value, as an error goes on after it."""
     rule, choices = setting.metadata["rule"], setting.metadata["choices"]
-    if rule is not None and not rule.allows(value):
-        raise ValueError(f"{setting.name}={value!r} {rule.text} ({flag_name(setting.name)})")
-    if choices is not None:
-        _check_choice(setting, value, choices)
-
-
-def _check_choice(setting: Field[Any], value: Any, choices: tuple[str, ...]) -> None:
-    several = isinstance(setting.default, tuple)
+    if choices is None:
+        text, allows = rule
+        return None if allows(value) else f" {text}"
+    several, names = isinstance(setting.default, tuple), ", ".join(choices)
     if isinstance(value, tuple) is not several:
-        what = "a tuple" if several else "one"
-        raise ValueError(f"{setting.name}={value!r} must be {what} of {', '.join(choices)} ({flag_name(setting.name)})")
-    values = value if several else (value,)
-    wrong = [item for item in values if item not in choices]
-    if wrong or not values:
-        what = f"{wrong[0]!r} is not one of" if wrong else "it is empty; choose from"
-        raise ValueError(f"{setting.name}={value!r}: {what} {', '.join(choices)} ({flag_name(setting.name)})")
+        return f" must be {'a tuple' if several else 'one'} of {names}"
+    wrong = [item for item in (value if several else (value,)) if item not in choices]
+    if wrong:
+        return f": {wrong[0]!r} is not one of {names}"
+    return None if value else f": it is empty; choose from {names}"

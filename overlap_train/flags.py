@@ -23,7 +23,7 @@ PROVIDERS, NETWORKS = (
 )
 # What to install where a tool needs a package that is not there.
 PIP_NAMES = {"megatron": "megatron-core", "nvshmem": "nvshmem4py-cu13"} | {
-    name: name for name in ("torch", "numpy", "rich", "packaging", "triton", "matplotlib")
+    name: name for name in ("torch", "numpy", "packaging", "triton", "matplotlib")
 }
 RANK_0_S = 10.0  # what rank 0 gets to say what is wrong before other ranks end; torchrun ends them once it has
 Options = TypeVar("Options")
@@ -147,8 +147,7 @@ def is_rank_0() -> bool:
 def run_command(program: str, work: Callable[[], int]) -> int:
     """Run a command; returns its exit status. A ValueError or a missing package is one line of rank 0, and status 2.
 
-    An error may have a `status` of its own. Under torchrun all ranks end with it. torchrun then adds its own summary below the
-    line, as it does for any status but 0.
+    torchrun adds its own summary below the line, as it does for any status but 0.
     """
     try:
         return work()
@@ -156,14 +155,13 @@ def run_command(program: str, work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
         return 1
     except ValueError as error:
-        message, status = f"error: {error}", getattr(error, "status", 2)
+        tell(f"{program}: error: {error}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in PIP_NAMES:
             raise
-        message, status = f"needs {package}: pip install {PIP_NAMES[package]!r}", 2
-    tell(f"{program}: {message}" if message.startswith("error") else f"{program} {message}")
-    return status
+        tell(f"{program} needs {package}: pip install {PIP_NAMES[package]!r}")
+    return 2
 
 
 def tell(message: str) -> None:
@@ -208,10 +206,8 @@ def _reading(found: Field[Any], default: Any) -> dict[str, Any]:
         return {"action": "append", "metavar": metavar}
     if found.metadata.get("spaced"):
         return {"type": parse, "nargs": "+", "metavar": metavar}
-    return {
-        "type": partial(_words, choices, parse or str),
-        "metavar": metavar or ",".join(choices or ("A", "B", "...")),
-    }
+    names = metavar or ",".join(choices or ("A", "B", "..."))
+    return {"type": partial(_words, choices, parse or str), "metavar": names}
 
 
 def _words(choices: tuple[str, ...] | None, parse: Callable[[str], Any], text: str) -> tuple[Any, ...]:

@@ -209,12 +209,15 @@ def submit_plainly(launch: Launch, *words: str) -> str:
     return result.stdout.strip()
 
 
-def test_what_sbatch_refuses_is_one_line(launch: Launch, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
-        f"launch train --run-dir {launch.run_dir} --time 10 --procs-per-node 1 --recipe {STANDIN} --partition nosuch"
-    )
-    assert cli.main(words.split()) == 1
+@pytest.mark.parametrize(
+    ("flag", "why"), [("--partition nosuch", "invalid partition"), ("--time 4h", "Invalid --time")]
+)
+def test_what_sbatch_refuses_is_one_line(
+    launch: Launch, capsys: pytest.CaptureFixture[str], flag: str, why: str
+) -> None:
+    words = f"launch train --run-dir {launch.run_dir} --time 10 --procs-per-node 1 --recipe {STANDIN} {flag}"
+    assert cli.main(words.split()) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith("overlap-train launch: error: sbatch refused the job: ")
-    assert "invalid partition" in said
+    assert why in said

@@ -56,7 +56,7 @@ def test_ranks_that_are_well(script_server: ScriptServer, tmp_path: Path) -> Non
     assert said.count("overlap-train doctor") == 1 and "doctor: WARN (1 WARN," in said, "one rank prints"
     found = {(line["name"], line["rank"]): line["status"] for line in lines(tmp_path)}
     for name in (
-        "device", "version torch", "collectives", "heap host", "signal host", "link", "operator chunked", "network chunked",
+        "device", "version torch", "join", "heap host", "signal host", "link host", "operator chunked", "network chunked",
     ):  # fmt: skip
         assert found[name, 0] == found[name, 1] == "OK", name
     assert found["operator time", 0] == "OK" and ("operator time", 1) not in found
@@ -105,9 +105,3 @@ def test_a_single_process_says_what_it_cannot_check(script_server: ScriptServer,
     status, said = script_server.run(*words, folder=tmp_path, world=1)
     assert status == 2 and "not checked: NVLink" in said and "operator time" not in said
     assert said.splitlines()[-1].startswith("overlap-train doctor: error: --json /proc/r.json cannot be written: ")
-
-
-def test_only_rank_0_prints_the_help(script_server: ScriptServer, tmp_path: Path) -> None:
-    for words in (("doctor", "--help"), ("--help",)):
-        status, said = script_server.run("-m", "overlap_train", *words, folder=tmp_path)
-        assert status == 0 and said.count("usage: ") == 1, said

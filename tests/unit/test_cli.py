@@ -42,7 +42,7 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     ("package", "command", "install"),
     [
         ("torch", "doctor", "torch"), ("torch", "bench operators", "torch"), ("torch", "tune --dry-run --seq 8", "torch"),
-        ("rich", "doctor", "rich"), ("packaging", "doctor", "packaging"),
+        ("packaging", "doctor", "packaging"),
     ],
 )  # fmt: skip
 def test_a_missing_package_is_one_line(package: str, command: str, install: str) -> None:

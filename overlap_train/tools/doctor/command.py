@@ -7,7 +7,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from ... import OverlapConfig, shutdown
 from ...flags import NETWORKS, PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int_or_0
 from ...symmetric.nvshmem import finalize
 from ..measure import world
+from ..measure.results import write_json
 from ..measure.world import World, first_line, join, pretend_nodes
 from . import machine, ranks
 from .job import CALL_S, Job, Work, open_job
-from .report import FAIL, Finding, fail, ok, render, verdict, warn, write
+from .report import FAIL, OK, WARN, Finding, lines_of, verdict
 
 _LATE = "run again; if it repeats, py-spy dump the named ranks and file an issue with this report"
 _DRIVER = "the driver does not answer: nvidia-smi on this host, dmesg for Xid errors"
@@ -45,11 +46,8 @@ class Doctor:
         60.0, "longest time for one check, in seconds; operators have more", parse=positive_float, metavar="SECONDS"
     )
     node_ranks: int = option(
-        0,
-        "ranks per node, to try several nodes on one machine; 0: nodes are found",
-        parse=positive_int_or_0,
-        metavar="N",
-    )
+        0, "ranks per node, to try several nodes on one machine; 0: nodes are found", parse=positive_int_or_0, metavar="N"
+    )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -73,136 +71,99 @@ def main(arguments: list[str]) -> int:
     try:
         job = open_job(asked.limit)
     except Exception as error:
-        report(asked, [_no_store(error)], [socket.gethostname()])
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        fix = f"{address} must be reachable from this host: name resolution, firewall, launcher"
+        print(f"FAIL  store: {first_line(error)} (host {socket.gethostname()})\n        fix: {fix}", flush=True)
         return 1
-    Examination(asked, variables, job).run()
-    speaker, is_written = min(job.answering), True
-    if job.rank == speaker:
-        is_written = report(asked, job.findings, job.hosts)
-        job.post("reported", True)
-    job.wait_for_report(speaker)  # a rank that ends with 1 makes torchrun end the others
-    status = 1 if verdict(job.findings) == FAIL else 0 if is_written else 2
+    if check_machine(job, asked, variables):
+        check_together(job, asked)
+        job.run("leave", _leave, asked.limit, _LATE)
+    worst, is_written = verdict(job.findings), True
+    if job.speaks:
+        print("overlap-train doctor", *lines_of(job.findings, job.size), sep="\n", flush=True)
+        is_written = not asked.json or _is_written(asked.json, job)
+    job.leave()
+    status = 1 if worst == FAIL else 0 if is_written else 2
     if job.broken:
         sys.stdout.flush()
         os._exit(status)
     return status
 
 
-def report(asked: Doctor, findings: list[Finding], hosts: list[str]) -> bool:
-    """Print, and write what was asked for. Whether it could be written; a line says if not."""
-    render(findings, len(hosts))
+def _is_written(file: str, job: Job) -> bool:
+    """Write the report; a line says if it could not be."""
     try:
-        if asked.json:
-            write(Path(asked.json), findings, hosts)
+        summary = {"verdict": verdict(job.findings), "hosts": job.hosts}
+        write_json(Path(file), [asdict(finding) for finding in job.findings], summary)
     except OSError as error:
-        problem = f"--json {asked.json} cannot be written: {error.strerror or error}; name another file"
+        problem = f"--json {file} cannot be written: {error.strerror or error}; name another file"
         print(f"overlap-train doctor: error: {problem}", file=sys.stderr, flush=True)
         return False
     return True
 
 
-def _no_store(error: Exception) -> Finding:
-    """The only line where the ranks cannot even post."""
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    fix = "the first node must be reachable by that name and port from this host: name resolution, firewall, launcher"
-    found = fail("store", first_line(error), f"the job's key-value store at {address} answers", fix)
-    return replace(found, rank=int(os.environ.get("RANK", "0")), host=socket.gethostname())
+def check_machine(job: Job, asked: Doctor, variables: Mapping[str, str]) -> bool:
+    """What ranks find each by itself; whether they can then join. variables: the environment before the doctor changed it."""
+    on_gpu, limit = torch.cuda.is_available(), asked.limit
+    kind = "GPU ranks" if on_gpu else "CPU ranks: gloo and shared memory"
+    # The first check tells which ranks exist, and on which hosts.
+    same = job.run("start", lambda: [Finding(OK, "device", kind)], limit, _DRIVER)
+    same += job.run("versions", lambda: machine.check_versions(on_gpu), limit, _LATE)
+    job.findings += machine.disagreements(same)
+    job.run("environment", lambda: machine.check_environment(on_gpu, variables), limit, _LATE)
+    local, alone = int(variables.get("LOCAL_RANK", "0")), "RANK" not in variables
+    used = torch.cuda.device_count() if alone else int(variables.get("LOCAL_WORLD_SIZE", "1024"))
+    job.run("gpu", lambda: machine.check_gpu(local, used), limit, _DRIVER)
+    failed = {finding.name for finding in job.findings if finding.status == FAIL}
+    if {"device: ranks differ", "gpu visible"} & failed and not job.broken:
+        job.skip("how ranks join, symmetric memory, links, operators")
+        return False
+    return not job.broken
 
 
-class Examination:
-    """The doctor's checks on this rank. variables: the environment before the doctor changed it."""
+def check_together(job: Job, asked: Doctor) -> None:
+    """What ranks do together: those of a node, then all."""
+    on_gpu, call_s, worlds = torch.cuda.is_available(), asked.limit + CALL_S, list[World]()
 
-    def __init__(self, asked: Doctor, variables: Mapping[str, str], job: Job) -> None:
-        self._asked, self._variables, self._job = asked, variables, job
-        self._on_gpu = torch.cuda.is_available()
-        self._world: World | None = None  # the ranks of this node, once they have joined
-        self._all: World | None = None  # those of the job
+    def check(name: str, work: Work, fix: str = _LATE, limit_s: float = asked.limit) -> str:
+        return verdict(job.run(name, work, limit_s, fix))
 
-    def run(self) -> None:
-        """Run all checks. What could not be checked is a finding, too."""
-        job, on_gpu = self._job, self._on_gpu
-        kind = "GPU ranks" if on_gpu else "CPU ranks: gloo and shared memory"
-        self._check("start", lambda: [ok("device", kind)], _DRIVER)  # tells which ranks exist, and on which hosts
-        same = [*job.findings, *self._check("versions", lambda: machine.check_versions(on_gpu))]
-        job.findings += machine.disagreements(same)
-        self._check("environment", lambda: machine.check_environment(on_gpu, self._variables))
-        self._check("gpu", self._gpu, _DRIVER)
-        cannot_join = {"device: ranks differ", "gpu visible"} & {f.name for f in job.findings if f.status == FAIL}
-        if cannot_join or job.broken:
-            self._not_checked("how ranks join, symmetric memory, links, operators")
-            return
-        self._check("join", self._join, _JOIN)
-        self._together()
-        self._check("leave", _leave)
-        if job.broken:
-            self._not_checked("whatever follows the check that did not end")
+    def join_ranks() -> list[Finding]:
+        joined, hosts = join(may_be_alone=True), tuple(job.hosts)
+        worlds[:] = joined.node(hosts), replace(joined, hosts=hosts)
+        dist.barrier()
+        return [Finding(OK, "join", f"{joined.size} rank{'s' * (joined.size > 1)} by {dist.get_backend()}")]
 
-    def _together(self) -> None:
-        """What ranks do together: those of a node, then all."""
-        asked, on_gpu = self._asked, self._on_gpu
-        call_s = asked.limit + CALL_S
-        providers = ["torch", "nvshmem"] if on_gpu else ["host"]
-        verdicts = set()
-        for provider in providers if asked.provider == "auto" else [asked.provider]:
-            heap = self._in_node(f"heap {provider}", partial(ranks.check_memory, provider=provider, call_s=call_s))
-            verdicts.add(verdict(self._check(f"heap {provider}", heap, ranks.MEMORY_FIXES[provider])))
-        if verdicts == {FAIL}:
-            self._not_checked("links, operators")
-            return
-        self._check("links", self._in_node("link", lambda here: ranks.check_links(here, asked.provider, call_s)))
-        seconds = asked.seconds or (30.0 if on_gpu else 3.0)
-        limit_s = 2 * asked.limit + seconds  # kernels are compiled there
-        config = OverlapConfig(provider=asked.provider, timeout_s=asked.limit / 2)
+    def in_node(work: Callable[..., list[Finding]], *given: object) -> Work:
+        return lambda: [] if is_alone else work(here, *given)
 
-        def right(here: World) -> list[Finding]:
-            return ranks.check_operators(here, "operator", ranks.methods_of(here), config, seconds, limit_s + CALL_S)
-
-        self._check("operators", self._in_node("operator", right), limit_s=limit_s)
-        hosts = Counter(self._job.hosts)
-        if asked.node_ranks or len(hosts) > 1:
-            self._check("before the network", _free)  # NVSHMEM has one world, which until now was of other ranks
-            between = replace(config, network=asked.network, node_ranks=asked.node_ranks)
-            self._check("network", lambda: self._between_nodes(hosts, between, seconds, limit_s), limit_s=limit_s)
-
-    def _check(self, name: str, work: Work, fix: str = _LATE, limit_s: float | None = None) -> list[Finding]:
-        return self._job.run(name, work, limit_s or self._asked.limit, fix)
-
-    def _not_checked(self, what: str) -> None:
-        self._job.findings.append(warn("not checked", what, "", "repair what says FAIL first, then run again"))
-
-    def _gpu(self) -> list[Finding]:
-        is_alone = "RANK" not in self._variables
-        used = torch.cuda.device_count() if is_alone else int(self._variables.get("LOCAL_WORLD_SIZE", "1024"))
-        return machine.check_gpu(int(self._variables.get("LOCAL_RANK", "0")), used)
-
-    def _join(self) -> list[Finding]:
-        joined = join(may_be_alone=True)
-        hosts = tuple(self._job.hosts)
-        self._world, self._all = joined.node(hosts), replace(joined, hosts=hosts)
-        return ranks.check_collectives(joined)
-
-    def _in_node(self, name: str, check: Callable[[World], list[Finding]]) -> Work:
-        """The check, or, on a node with one GPU rank, a line that says what it needs."""
-
-        def work() -> list[Finding]:
-            assert self._world is not None
-            if self._world.size > 1 or not self._on_gpu:
-                return check(self._world)
-            fix = f"torchrun --standalone --nproc-per-node {max(2, torch.cuda.device_count())} -m overlap_train doctor"
-            return [warn(name, "not checked: one rank on this node", "a rank for each GPU", fix)]
-
-        return work
-
-    def _between_nodes(
-        self, hosts: Counter[str], config: OverlapConfig, seconds: float, limit_s: float
-    ) -> list[Finding]:
-        """The operators of a group of all ranks of the job."""
-        assert self._all is not None
-        if not config.node_ranks and len(set(hosts.values())) > 1:
-            measured = "not checked: " + ", ".join(f"{count} ranks on {host}" for host, count in hosts.items())
-            fix = "keep tensor-parallel groups inside a node, or start as many ranks on each"
-            return [warn("network", measured, "as many ranks on each node", fix)]
-        return ranks.check_operators(self._all, "network", ["chunked"], config, seconds, limit_s + CALL_S)
+    if check("join", join_ranks, _JOIN) == FAIL:
+        return None if job.broken else job.skip("symmetric memory, links, operators")
+    here, everyone = worlds
+    is_alone = on_gpu and here.size == 1
+    fix = f"torchrun --standalone --nproc-per-node {max(2, torch.cuda.device_count())} -m overlap_train doctor"
+    one = Finding(WARN, "node", "one rank: memory, links and operators are not checked", "a rank for each GPU", fix)
+    check("node", lambda: [one] if is_alone else [])
+    providers = [asked.provider] if asked.provider != "auto" else ["torch", "nvshmem"] if on_gpu else ["host"]
+    heaps = [
+        check(f"heap {name}", in_node(ranks.check_memory, name, call_s), ranks.MEMORY_FIXES[name]) for name in providers
+    ]
+    if set(heaps) == {FAIL}:
+        return None if job.broken else job.skip("operators")
+    seconds = asked.seconds or (30.0 if on_gpu else 3.0)
+    limit_s = 2 * asked.limit + seconds  # kernels are compiled there
+    config = OverlapConfig(provider=asked.provider, timeout_s=asked.limit / 2)
+    right = in_node(ranks.check_operators, "operator", ranks.methods_of(here), config, seconds)
+    check("operators", right, limit_s=limit_s)
+    hosts = Counter(job.hosts)
+    if asked.node_ranks or len(set(hosts.values())) == 1 < len(hosts):
+        check("before the network", _free)  # NVSHMEM has one world, which until now was of other ranks
+        between = replace(config, network=asked.network, node_ranks=asked.node_ranks)
+        work = partial(ranks.check_operators, everyone, "network", ["chunked"], between, seconds)
+        check("network", work, limit_s=limit_s)
+    elif len(hosts) > 1:
+        job.skip("operators between nodes: hosts have unequal numbers of ranks")
+    return None
 
 
 def _free() -> list[Finding]:
@@ -213,7 +174,7 @@ def _free() -> list[Finding]:
 
 
 def _leave() -> list[Finding]:
-    """Free symmetric memory and end torch.distributed."""
     _free()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return []

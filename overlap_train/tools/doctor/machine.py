@@ -1,8 +1,4 @@
-"""What one rank finds on its own machine: packages and their versions, variables, and its GPU.
-
-The ranges of versions are those of the packages' metadata, so there is no second list. In a checkout that is not installed,
-pyproject.toml stands in for ours.
-"""
+"""What one rank finds on its own machine: packages and their versions, variables, and its GPU."""
 
 from __future__ import annotations
 
@@ -20,21 +16,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ...select.table import installed
-from .report import FAIL, WARN, Finding, fail, ok, warn
+from .report import FAIL, OK, WARN, Finding
 
-US = "overlap-train"
-# What each package is needed for, and what installs it where it is optional.
-PURPOSES = {
-    "torch": ("everything", ""),
-    "triton": ("the methods fused and direct", "triton"),
-    "megatron-core": ("Megatron models", "megatron-core psutil"),
-    "transformer-engine": ("Megatron models that use its layers", ""),
-    "nvshmem4py-cu13": ("the provider nvshmem (without it: torch, on one node)", "nvshmem4py-cu13 cuda-core"),
-    "nvidia-nvshmem-cu13": ("the provider nvshmem", "nvshmem4py-cu13 cuda-core"),
-    "nvidia-nccl-cu13": ("collectives on GPUs", ""),
-    "cuda-core": ("the provider nvshmem", "nvshmem4py-cu13 cuda-core"),
-}
-_FOR_GPUS = ("nvshmem", "nvidia", "cuda")  # a machine without GPU needs none of them
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
+FOR_GPUS = ("nvshmem4py-cu13", "nvidia-nvshmem-cu13", "cuda-core", "nvidia-nccl-cu13")
 
 # The doctor never uses NVLink multicast, and sets these before CUDA starts: where multicast is broken, merely setting it up can
 # take the host's GPUs down. No operator of ours needs it.
@@ -52,57 +37,36 @@ HURTS = {
 
 
 def check_versions(on_gpu: bool) -> list[Finding]:
-    """One finding for each package that something here requires."""
-    asked = {by: _requirements(by) for by in (US, "torch", "nvshmem4py-cu13", "megatron-core", "transformer-engine")}
-    packages = [name for name in PURPOSES if on_gpu or not name.startswith(_FOR_GPUS)]
-    found = [_judge(name, {by: needs[name] for by, needs in asked.items() if name in needs}) for name in packages]
+    """One finding for each package: its version, against the range of our metadata."""
+    ranges = _ranges()
+    packages = PACKAGES + FOR_GPUS if on_gpu else PACKAGES
+    found = [_judge(name, ranges.get(name, SpecifierSet())) for name in packages]
     if on_gpu:
-        found.append(ok("version nccl loaded", ".".join(map(str, torch.cuda.nccl.version()))))
+        found.append(Finding(OK, "version nccl loaded", ".".join(map(str, torch.cuda.nccl.version()))))
     return found
 
 
-def _judge(package: str, ranges: dict[str, SpecifierSet]) -> Finding:
-    """ranges: of versions, by the package that asks for them."""
-    name, (purpose, optional) = f"version {package}", PURPOSES[package]
-    version = (
-        torch.__version__ if package == "torch" else installed(package)
-    )  # that of a source build has no other place
-    ours = ranges.get(US, SpecifierSet())
-    pip = f'pip install "{package}{ours}"'
-    if version is None:
-        missing = f"not installed; needed for {purpose}"
-        if US not in ranges:
-            return ok(name, missing)
-        return (
-            warn(name, missing, str(ours), f"pip install {optional}")
-            if optional
-            else fail(name, missing, str(ours), pip)
-        )
-    if not ours.contains(version, prereleases=True):
-        lowest = SpecifierSet(",".join(str(part) for part in ours if not part.operator.startswith("<")))
-        if lowest.contains(version, prereleases=True):
-            return warn(name, f"{version}: newer than tested", str(ours), f"if something fails, {pip}")
-        return fail(name, version, str(ours), pip)
-    for by, allowed in ranges.items():
-        if not allowed.contains(version, prereleases=True):
-            return warn(name, version, f"{allowed}, asked for by {by}", f'pip install "{package}{allowed}"')
-    return ok(name, version, str(ours))
+def _judge(package: str, allowed: SpecifierSet) -> Finding:
+    name, pip = f"version {package}", f'pip install "{package}{allowed}"'
+    # That of a source build of torch has no other place.
+    version = torch.__version__ if package == "torch" else installed(package)
+    if version is None or allowed.contains(version, prereleases=True):
+        status, fix = (OK, "") if version or not allowed else (WARN, f"if you want it, {pip}")
+        return Finding(status, name, version or "not installed", str(allowed), fix)
+    lowest = SpecifierSet(",".join(str(part) for part in allowed if not part.operator.startswith("<")))
+    if lowest.contains(version, prereleases=True):
+        return Finding(WARN, name, f"{version}: newer than tested", str(allowed), f"if something fails, {pip}")
+    return Finding(FAIL, name, version, str(allowed), pip)
 
 
-def _requirements(by: str) -> dict[str, SpecifierSet]:
-    """The ranges that a package asks for, its extras included; of the packages in PURPOSES."""
-    source = Path(__file__).parents[3] / "pyproject.toml"
-    if installed(by) is not None:
-        lines = importlib.metadata.requires(by) or []
-    elif by == US and source.exists():
-        project = tomllib.loads(source.read_text())["project"]
-        lines = list(chain(project["dependencies"], *project["optional-dependencies"].values()))
+def _ranges() -> dict[str, SpecifierSet]:
+    """The ranges of versions that we ask for, extras included. In a checkout that is not installed pyproject.toml says them."""
+    if installed("overlap-train") is not None:
+        lines = importlib.metadata.requires("overlap-train") or []
     else:
-        lines = []
-    extras = ("", "megatron", "nvshmem", "dev") if by == US else ("",)
-    needs = [needed for needed in map(Requirement, lines) if needed.name in PURPOSES]
-    fits = [n for n in needs if n.marker is None or any(n.marker.evaluate({"extra": extra}) for extra in extras)]
-    return {needed.name: needed.specifier for needed in fits}
+        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+        lines = list(chain(project["dependencies"], *project["optional-dependencies"].values()))
+    return {needed.name: needed.specifier for needed in map(Requirement, lines)}
 
 
 def disagreements(findings: Sequence[Finding]) -> list[Finding]:
@@ -121,18 +85,18 @@ def disagreements(findings: Sequence[Finding]) -> list[Finding]:
 def check_environment(on_gpu: bool, variables: Mapping[str, str]) -> list[Finding]:
     """A finding for each variable that hurts; on CPU ranks those of GPUs do not matter."""
     if not on_gpu:
-        return [ok("environment", "CPU ranks: variables of CUDA, NCCL and NVSHMEM do not matter")]
+        return [Finding(OK, "environment", "CPU ranks: variables of CUDA, NCCL and NVSHMEM do not matter")]
     found = [
-        Finding(f"environment {name}", status, variables[name], why, f"unset {name}")
+        Finding(status, f"environment {name}", variables[name], why, f"unset {name}")
         for name, (status, why) in HURTS.items()
         if variables.get(name, "").lower() not in ("", "0", "false", "no", "off")
     ]
-    connections = variables.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if connections != "1":
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if variables.get(name) != "1":
         expected = "1: Megatron-Core refuses sequence parallelism without it before Blackwell"
-        fix = "export CUDA_DEVICE_MAX_CONNECTIONS=1 (overlap_train works with and without)"
-        found.append(warn("environment CUDA_DEVICE_MAX_CONNECTIONS", connections or "not set", expected, fix))
-    return found or [ok("environment", "nothing set that hurts")]
+        fix = f"export {name}=1 (overlap_train works with and without)"
+        found.append(Finding(WARN, f"environment {name}", variables.get(name) or "not set", expected, fix))
+    return found or [Finding(OK, "environment", "nothing set that hurts")]
 
 
 def check_gpu(index: int, used: int) -> list[Finding]:
@@ -146,39 +110,35 @@ def check_gpu(index: int, used: int) -> list[Finding]:
             "Slurm: --gpu-bind=none): a peer that is not visible cannot be mapped"
         )
         measured = f"local rank {index}, but {count} visible GPUs"
-        return [fail("gpu visible", measured, f"more than {index} visible GPUs", fix)]
+        return [Finding(FAIL, "gpu visible", measured, f"more than {index} visible GPUs", fix)]
     torch.cuda.set_device(index)
     properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     gib = [size / (1 << 30) for size in (total - free, total)]
     version = f"sm_{properties.major}{properties.minor}"
     measured = f"GPU {index}: {properties.name}, {version}, {gib[0]:.1f} of {gib[1]:.0f} GiB in use"
-    state = ok("gpu", measured)
+    state = Finding(OK, "gpu", measured)
     if properties.major < 8:
-        state = fail("gpu", measured, "sm_80 or newer for bf16", "use a newer GPU, or fp16 with the method chunked")
+        fix = "use a newer GPU, or fp16 with the method chunked"
+        state = Finding(FAIL, "gpu", measured, "sm_80 or newer for bf16", fix)
     elif gib[0] > 0.1 * gib[1]:
         fix = "end the other processes on this GPU (nvidia-smi): they take memory and time"
-        state = warn("gpu", measured, "at most a tenth in use before training", fix)
-    return [state, *_peer_access(index, [other for other in range(min(count, used)) if other != index])]
-
-
-def _no_gpu() -> Finding:
-    unchecked = "not checked: NVLink, peer access, providers torch and nvshmem, copy engine, fused kernels on the GPU"
-    if not os.path.exists("/proc/driver/nvidia/version"):
-        return warn("gpu visible", f"none; {unchecked}", "a GPU", "run the doctor where training will run")
-    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-    seen = f"an NVIDIA driver, but torch ({built}) sees no GPU; {unchecked}"
-    fix = "install a torch for the driver's CUDA version; look at CUDA_VISIBLE_DEVICES and the container's GPU options"
-    return fail("gpu visible", seen, "a GPU for torch", fix)
-
-
-def _peer_access(index: int, others: Sequence[int]) -> list[Finding]:
-    if not others:
-        return []
+        state = Finding(WARN, "gpu", measured, "at most a tenth in use before training", fix)
+    others = [other for other in range(min(count, used)) if other != index]
     cut_off = [other for other in others if not torch.cuda.can_device_access_peer(index, other)]
     if cut_off:
         fix = (
             "nvidia-smi topo -p2p r; look for MIG, IOMMU or ACS, a container without all GPUs, a stopped fabric manager"
         )
-        measured = f"GPU {index}: none to GPU {', '.join(map(str, cut_off))}"
-        return [fail("peer access", measured, "all GPUs of the group", fix)]
-    return [ok("peer access", f"GPU {index}: to all {len(others)} others")]
+        none = f"GPU {index}: none to GPU {', '.join(map(str, cut_off))}"
+        return [state, Finding(FAIL, "peer access", none, "all GPUs of the group", fix)]
+    return [state, Finding(OK, "peer access", f"GPU {index}: to all {len(others)} others")][: 1 + bool(others)]
+
+
+def _no_gpu() -> Finding:
+    unchecked = "not checked: NVLink, peer access, providers torch and nvshmem, copy engine, fused kernels on the GPU"
+    if not os.path.exists("/proc/driver/nvidia/version"):
+        return Finding(WARN, "gpu visible", f"none; {unchecked}", "a GPU", "run the doctor where training will run")
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+    seen = f"an NVIDIA driver, but torch ({built}) sees no GPU; {unchecked}"
+    fix = "install a torch for the driver's CUDA version; look at CUDA_VISIBLE_DEVICES and the container's GPU options"
+    return Finding(FAIL, "gpu visible", seen, "a GPU for torch", fix)

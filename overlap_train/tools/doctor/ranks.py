@@ -12,22 +12,21 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import combinations, count, permutations
+from itertools import count, permutations
 
 import torch
 import torch.distributed as dist
 
 from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from ... import check as check_timeouts
-from ...group.registry import domain_of
 from ...group.signals import poll
 from ...select.system import System, system_of
 from ...select.tiling import tma_reads
-from ...symmetric import SymmetricHeap, open_heap
+from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.timing import Call, Pace, measure
 from ..measure.world import World
-from .report import Finding, fail, ok, warn
+from .report import FAIL, OK, WARN, Finding
 
 _ELSEWHERE = "failed on another rank"  # see World.attempt
 _AGREE_S = 30.0  # for all ranks to come
@@ -35,7 +34,7 @@ _SIGNAL_S = 5.0
 _LOW = 0.8  # of what the card reaches, or of the median: clocks move figures by 10 %
 _BROKEN = 0.6
 _PACE = Pace(3, 5)
-_TRIPS, _BLOCK = 20, 1 << 20  # of so many bytes
+_TURNS, _BLOCK = 20, 1 << 20  # of so many bytes
 _LIBRARIES = {"torch": "torch.distributed._symmetric_memory", "nvshmem": "nvshmem.core"}
 MEMORY_FIXES = {
     "host": "the ranks must run as one user in one PID namespace: each maps the others' memory through /proc/<pid>/fd",
@@ -43,94 +42,70 @@ MEMORY_FIXES = {
     "nvshmem": "pip install nvshmem4py-cu13 cuda-core on every host, NVSHMEM_DEBUG=INFO for its reason; else "
     "--overlap-train-provider torch",
 }
-_FILE = "file an issue with this report"
 _WRONG_FIX = (
-    f"do not train here with this method: --overlap-train-method collective; see this rank's other lines, {_FILE}"
+    "do not train here with overlap: --overlap-train-method collective; see this rank's other lines, and file an issue "
+    "with this report"
 )
 _ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own lines and log come first"
 
 
-def check_collectives(world: World) -> list[Finding]:
-    """torch's own sum over all ranks of the job."""
-    total = torch.full((1 << 20,), float(world.rank + 1), device=world.device)
-    dist.all_reduce(total)
-    backend, wrong = dist.get_backend(), int((total != world.size * (world.size + 1) / 2).sum())
-    if wrong:
-        fix = "torch's own collective is wrong: run nccl-tests' all_reduce_perf -c 1 on these hosts"
-        return [fail("collectives", f"{backend}: {wrong} of {total.numel()} sums wrong", "right sums", fix)]
-    return [ok("collectives", f"{backend} all-reduce over {world.size} rank{'s' * (world.size > 1)} is right")]
-
-
 def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
-    """Open a heap of `provider`, and send data with signals both ways between all pairs of ranks.
+    """Open a heap of `provider`; send data with signals between all ranks, then time the links.
 
     call_s: see Agreement. Raises what a provider raises, and TimeoutError where a signal does not come.
     """
-    name = f"heap {provider}"
+    name, on_gpu = f"heap {provider}", here.device.type == "cuda"
     # Before anything collective: a rank that cannot even load the library must not leave its peers in a rendezvous.
     missing = here.attempt(lambda: importlib.import_module(_LIBRARIES.get(provider, "torch")))
     if missing is not None:
         expected = "the same on all ranks; without it auto takes torch"
-        return [] if missing == _ELSEWHERE else [warn(name, missing, expected, MEMORY_FIXES[provider])]
+        return [] if missing == _ELSEWHERE else [Finding(WARN, name, missing, expected, MEMORY_FIXES[provider])]
     began = time.monotonic()
-    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), here.size * (_BLOCK + 8), provider, here.device)
-    opened = ok(name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
-    signals = _check_signals(here, heap, f"signal {provider}")
+    nbytes = here.size * (_BLOCK + 8) + ((128 << 20) if on_gpu else (4 << 20))
+    heap = open_heap(Agreement(here.group, _AGREE_S, call_s), nbytes, provider, here.device)
+    views = [heap.view(rank) for rank in range(here.size)]
+    opened = Finding(OK, name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
+    signals = _check_signals(here, views, f"signal {provider}")
+    card = system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None
+    links = judge_links(here, f"link {provider}", _speeds(here, views), card)
     heap.close()
-    return [opened, signals]
+    return [opened, signals, *links]
 
 
-def _check_signals(here: World, heap: SymmetricHeap, name: str) -> Finding:
-    """Round trips between all pairs, one pair after the other: 1 MiB of data, then a signal, and the same back.
+def _check_signals(here: World, views: Sequence[torch.Tensor], name: str) -> Finding:
+    """Every rank sends 1 MiB of data and then a signal to each other one, again and again.
 
-    The heap is W blocks of data and W words: block s and word s of every rank are written by rank s alone.
+    A view begins with W blocks of data and W words: block s and word s of every rank are written by rank s alone.
     """
-    size, me, early, trips = here.size, here.rank, set[int](), dict[int, float]()
-    views = [heap.view(rank) for rank in range(size)]
+    size, me, early = here.size, here.rank, set[int]()
     blocks = [view[: size * _BLOCK].view(size, _BLOCK) for view in views]
-    words = [view[size * _BLOCK :].view(torch.int64)[:size].split(1) for view in views]
-
-    def send(peer: int, turn: int) -> None:
-        for there in (blocks[peer][me], words[peer][me]):
-            there.copy_(torch.full_like(there, turn))
-
-    def trip(peer: int, turn: int) -> float:
-        """Seconds; the lower rank starts."""
-        began = time.perf_counter()
-        if me < peer:
-            send(peer, turn)
-        if not poll(lambda: int(words[me][peer].item()) >= turn, _SIGNAL_S):
-            raise TimeoutError(
-                f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
-            )
-        if not bool((blocks[me][peer] == turn).all()):
-            early.add(peer)
-        if me > peer:
-            send(peer, turn)
-        return time.perf_counter() - began
-
-    for pair in combinations(range(size), 2):
-        if me in pair:
-            peer = pair[1 - pair.index(me)]
-            trips[peer] = statistics.median(trip(peer, turn) for turn in range(1, _TRIPS + 1)) * 1e6
+    words = [view[size * _BLOCK :][: 8 * size].view(torch.int64).split(1) for view in views]
+    peers = [(me + step) % size for step in range(1, size)]
+    for turn in range(1, _TURNS + 1):
+        for peer in peers:
+            for there in (blocks[peer][me], words[peer][me]):
+                there.copy_(torch.full_like(there, turn))
+        for peer in peers:
+            if not poll(partial(_has_come, words[me][peer], turn), _SIGNAL_S):
+                raise TimeoutError(
+                    f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
+                )
+            if not bool((blocks[me][peer] == turn).all()):
+                early.add(peer)
+        dist.barrier(here.group)  # all have read
     if early:
         writers = ", ".join(here.who(peer) for peer in sorted(early))
-        fix = f"stop training with overlap here: {_FILE}; until then --overlap-train-method collective"
-        return fail(name, f"a signal of {writers} came before its data", "data first", fix)
-    if not trips:
-        return ok(name, "a single rank: nobody to signal")
-    slowest, usual = max(trips, key=trips.__getitem__), statistics.median(trips.values())
-    return ok(name, f"round trip {usual:.0f} us, slowest {trips[slowest]:.0f} us with {here.who(slowest)}")
+        return Finding(FAIL, name, f"a signal of {writers} came before its data", "data first", _WRONG_FIX)
+    return Finding(OK, name, f"{_TURNS} times 1 MiB to and from {size - 1} peers, each before its signal")
 
 
-def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
+def _has_come(word: torch.Tensor, turn: int) -> bool:
+    return int(word.item()) >= turn
+
+
+def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int], float]:
     """GB/s of every rank copying into every other's memory, one pair at a time: in another's turn a rank does nothing."""
-    on_gpu = here.device.type == "cuda"
-    heap = open_heap(
-        Agreement(here.group, _AGREE_S, call_s), (128 << 20) if on_gpu else (4 << 20), provider, here.device
-    )
-    views = [heap.view(rank) for rank in range(here.size)]
-    source, speeds = torch.ones_like(views[here.rank]), dict[tuple[int, int], float]()
+    source, speeds = torch.ones_like(views[here.rank]), {}
     for first, second in permutations(range(here.size), 2):
 
         def copy(index: int, first: int = first, target: torch.Tensor = views[second]) -> None:
@@ -138,48 +113,41 @@ def check_links(here: World, provider: str, call_s: float) -> list[Finding]:
                 target.copy_(source, non_blocking=True)
 
         speeds[first, second] = source.nbytes / measure({"": copy}, _PACE, here.group, here.device)[""].ms / 1e6
-    heap.close()
-    return judge_links(here, speeds, system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None)
+    return speeds
 
 
-def judge_links(here: World, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
+def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
     """One finding for each link out of this rank that is slow, else one for all of them. speeds: GB/s by (source, target)."""
     mine = {target: speed for (source, target), speed in speeds.items() if source == here.rank}
     if not mine:
         return []
     told = f"{min(mine.values()):.3g} to {max(mine.values()):.3g} GB/s to {len(mine)} peers"
     if here.device.type != "cuda":
-        return [ok("link", f"{told} through shared memory", "not judged: CPU")]
-    is_known = card is not None and card.is_measured
-    usual = card.copy_gbs if card is not None and is_known else statistics.median(speeds.values())
-    expected = f"at least {_LOW * usual:.0f} GB/s" + (
-        "" if is_known else ", as the median link: this card is not known"
-    )
+        return [Finding(OK, name, f"{told} through shared memory", "not judged: CPU")]
+    if card is not None and card.is_measured:
+        usual, broken, known = card.copy_gbs, _BROKEN * card.copy_gbs, ""
+    else:
+        usual, broken, known = statistics.median(speeds.values()), 0.0, ", as the median link: this card is not known"
+    expected = f"at least {_LOW * usual:.0f} GB/s{known}"
     fix = "nvidia-smi nvlink -s and -e on the host, nvidia-smi topo -m; other jobs on these GPUs; then have the host drained"
-    found = [
-        (fail if is_known and speed < _BROKEN * usual else warn)(
-            "link", f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}", expected, fix
-        )
-        for target, speed in mine.items()
-        if speed < _LOW * usual
-    ]
-    return found or [ok("link", told, expected)]
+    found = []
+    for target, speed in mine.items():
+        if speed < _LOW * usual:
+            measured = f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}"
+            found.append(Finding(FAIL if speed < broken else WARN, name, measured, expected, fix))
+    return found or [Finding(OK, name, told, expected)]
 
 
 @torch.no_grad()
 def check_operators(
-    here: World, name: str, methods: Sequence[str], config: OverlapConfig, seconds: float, call_s: float
+    here: World, name: str, methods: Sequence[str], config: OverlapConfig, seconds: float
 ) -> list[Finding]:
     """AG + GEMM and GEMM + RS by each method, again and again until the seconds are up: bitwise equal to torch. Then their time
     beside the collective and the GEMM in sequence.
 
-    The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs. call_s: see Agreement.
+    The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs.
     """
-    domain, error = here.result_of(lambda: domain_of(here.group, config, here.device))
-    if error is not None:
-        return [] if error == _ELSEWHERE else [fail(name, error, "a group of these ranks", _ERROR_FIX)]
-    assert domain is not None
-    domain.agreement.call_s, found = call_s, list[Finding]()
+    found = list[Finding]()
     for method in methods:
         some = _verify(here, f"{name} {method}", config.by(method), seconds / len(methods))
         found += some
@@ -193,7 +161,7 @@ def methods_of(here: World) -> tuple[str, ...]:
     if here.device.type != "cuda" or not importlib.util.find_spec("triton"):
         return ("chunked",)
     reads = tma_reads(here.device, torch.bfloat16, 4096, 14336 // here.size)
-    return ("chunked", "fused", *(("direct",) if reads else ()))
+    return ("chunked", "fused", "direct") if reads else ("chunked", "fused")
 
 
 def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
@@ -201,12 +169,12 @@ def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> li
     for rounds in count(1):
         problems, error = here.result_of(partial(_differences, here, config, rounds))
         if error is not None:
-            return [] if error == _ELSEWHERE else [fail(name, error, "all operators end", _ERROR_FIX)]
+            return [] if error == _ELSEWHERE else [Finding(FAIL, name, error, "all operators end", _ERROR_FIX)]
         if here.any(bool(problems) or time.monotonic() > deadline):  # one rank's clock or result ends it for all
             break
     if problems:
-        return [fail(name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
-    return [ok(name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)]
+        return [Finding(FAIL, name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
+    return [Finding(OK, name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)]
 
 
 def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
@@ -242,11 +210,11 @@ def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str])
     told = ", ".join(f"{method} {times[method]:.3f} ms" for method in methods)
     measured = f"{told}; collective then GEMM {sequence:.3f} ms: {sequence / times[best]:.2f} x by {best}"
     if here.device.type != "cuda" or config.node_ranks:
-        return [ok(name, measured, "not judged: CPU, or nodes on one machine")]
-    if times[best] > sequence:
-        fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
-        return [warn(name, measured, "faster than the sequence", fix)]
-    return [ok(name, measured, "faster than the sequence")]
+        return [Finding(OK, name, measured, "not judged: CPU, or nodes on one machine")]
+    if times[best] <= sequence:
+        return [Finding(OK, name, measured, "faster than the sequence")]
+    fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
+    return [Finding(WARN, name, measured, "faster than the sequence", fix)]
 
 
 def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:

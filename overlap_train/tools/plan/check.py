@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...select.choose import alone, choose
-from ...select.cost import Estimate, library_us, nccl_us
+from ...select.cost import Estimate, library_us
 from ...select.passes import Pass
 from ...select.reach import reach_of
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import LAYERS, PASSES, Case
+from ..measure.results import aligned
 from .prediction import COLLECTIVE, run_us
 
 Row = dict[str, Any]
 WORST, MEAN = 0.25, 0.12  # what is aimed at: of one figure, in the mean
 
 
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """One figure of a record, estimated and measured. what: a method, or which half of the work alone."""
 
     case: str
@@ -47,16 +46,17 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
     """
     found: list[Compared] = []
     for path, of_rows in ((folder / "operators.json", _operators), (folder / "layers.json", _layers)):
-        if path.exists():
-            try:
-                record = json.loads(path.read_text())
-                rows, device = list(record["rows"]), str(record.get("hardware", {}).get("device"))
-            except (OSError, ValueError, KeyError, TypeError) as failure:
-                raise ValueError(f"{path} is no record ({failure}); name a folder that bench wrote") from failure
-            on = system or system_of(device)
-            if on is None:
-                raise ValueError(f"--check {folder}: recorded on {device!r}, which is not known; add --system")
-            found += [replace(one, case=f"{folder.name} {one.case}") for one in of_rows(rows, on)]
+        if not path.exists():
+            continue
+        try:
+            record = json.loads(path.read_text())
+            rows, device = list(record["rows"]), str(record.get("hardware", {}).get("device"))
+        except (OSError, ValueError, KeyError, TypeError) as failure:
+            raise ValueError(f"{path} is no record ({failure}); name a folder that bench wrote") from failure
+        on = system or system_of(device)
+        if on is None:
+            raise ValueError(f"--check {folder}: recorded on {device!r}, which is not known; add --system")
+        found += [one._replace(case=f"{folder.name} {one.case}") for one in of_rows(rows, on)]
     if not found:
         raise ValueError(
             f"--check {folder}: no row of operators.json or layers.json there can be estimated; name a folder that bench wrote"
@@ -65,58 +65,39 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
 
 
 def _operators(rows: list[Row], system: System) -> list[Compared]:
-    """Rows of `bench operators`, and of `bench hierarchical` with the network of the record. Each half of the work once a
-    shape."""
+    """Rows of `bench operators`, each half of the work once a shape. Emulated networks between nodes are not estimated."""
     found, seen = [], set()
-    crosses = "network_sms" in rows[0]
-    nodes = rows[0].get("nodes", 1 + crosses)
-    if crosses:
-        system = replace(system, nic_gbs=max(_network_gbs(row, nodes) for row in rows))
-    for row in rows:
-        case, p = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}", _pass_of(row)
-        us = {row["method"]: (_by(row["method"], p, system, nodes).us, row["ms"])}
-        if case not in seen and not crosses:
+    for row in (row for row in rows if "network_sms" not in row):
+        case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"
+        p = Case("", row["op"], row["pass"], row["m"], row["n"], row["k"]).planned(
+            row["world"], getattr(torch, row["dtype"])
+        )
+        us = {row["method"]: (_alone(row["method"], p, system).us, row["ms"])}
+        if case not in seen:
             seen.add(case)
-            us |= {
-                "gemm": (library_us(system, p.rows, p.n, p.k), row["gemm_ms"]),
-                "comm": (nccl_us(p, system), row["comm_ms"]),
-                "sequence": (_by(COLLECTIVE, p, system, nodes).device_us, row["sequence_ms"]),
-            }
+            us["gemm"] = library_us(system, p.rows, p.n, p.k), row["gemm_ms"]
+            us["comm"] = reach_of(1).collective_us(p, system), row["comm_ms"]
+            us["sequence"] = _alone(COLLECTIVE, p, system).device_us, row["sequence_ms"]
         found += [Compared(case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]
     return found
 
 
-def _pass_of(row: Row) -> Pass:
-    """What one rank multiplied."""
-    case = Case("", row["op"], row["pass"], row["m"], row["n"], row["k"])
-    return case.planned(row["world"], getattr(torch, row["dtype"]))
-
-
-def _network_gbs(row: Row, nodes: int) -> float:
-    """What NCCL alone carried between nodes. With several ranks in a node its rings cross once for all of them."""
-    p = _pass_of(row)
-    far = p.world - p.world // nodes if p.kind.exchanges else (p.world - 1) / (p.world // nodes)
-    return p.m // p.world * far * p.row_features * p.dtype.itemsize / row["comm_ms"] / 1e6
-
-
-def _by(method: str, p: Pass, system: System, nodes: int) -> Estimate:
+def _alone(method: str, p: Pass, system: System) -> Estimate:
     """An operator with nothing after it."""
-    choice = choose(method, p, system, UNTUNED, nodes)
-    return reach_of(nodes).estimate(p, alone(choice, p, system).how, system)
+    return reach_of(1).estimate(p, alone(choose(method, p, system, UNTUNED), p, system).how, system)
 
 
 def _layers(rows: list[Row], system: System) -> list[Compared]:
     """Forward and backward of two linears. Attention blocks of Ulysses, which have a core attention, are not estimated."""
-    found, seen = [], set()
+    found = {}
     for row in (row for row in rows if row["layer"] in LAYERS):
         case, method = f"{row['layer']} s={row['seq']}", row["method"].removesuffix("_graph")
         us = _layer_us(row, method, system, is_graph=method != row["method"])
-        found.append(Compared(case, row["method"], us, 1e3 * row["ms"]))
-        if case not in seen:
-            seen.add(case)
+        found[case, row["method"]] = Compared(case, row["method"], us, 1e3 * row["ms"])
+        if (case, "megatron") not in found:
             us = _layer_us(row, COLLECTIVE, system, is_graph=True)
-            found.append(Compared(case, "megatron", us, 1e3 * row["megatron_ms"]))
-    return found
+            found[case, "megatron"] = Compared(case, "megatron", us, 1e3 * row["megatron_ms"])
+    return list(found.values())
 
 
 def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
@@ -132,18 +113,16 @@ def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
 
 def report(compared: Sequence[Compared]) -> list[str]:
     """What the command prints: errors by what was measured, then rows that miss."""
-    lines = ["what                 figures   mean error     worst"]
-    whats = dict.fromkeys(one.what for one in compared)
-    groups = {what: [one for one in compared if one.what == what] for what in whats} | {"all": list(compared)}
-    for what, some in groups.items():
+    table = [("what", "figures", "mean error", "worst")]
+    for what in [*dict.fromkeys(one.what for one in compared), "all"]:
+        some = [one for one in compared if what in ("all", one.what)]
         worst = max(some, key=lambda one: abs(one.error))
-        lines.append(f"{what:<20} {len(some):>7}   {mean_error(some):>10.1%}   {worst.error:>+7.1%}")
+        table.append((what, str(len(some)), f"{mean_error(some):.1%}", f"{worst.error:+.1%}"))
     missed = [one for one in compared if abs(one.error) > WORST]
-    lines += ["", f"over {WORST:.0%}: {len(missed)} of {len(compared)}"]
-    return lines + [
-        f"  {one.case} by {one.what}: {one.estimated_us:.0f} us estimated, {one.measured_us:.0f} measured ({one.error:+.1%})"
-        for one in missed
-    ]
+    return [
+        *aligned(table), "", f"over {WORST:.0%}: {len(missed)} of {len(compared)}",
+        *(f"  {m.case} by {m.what}: {m.estimated_us:.0f} us, {m.measured_us:.0f} measured ({m.error:+.1%})" for m in missed),
+    ]  # fmt: skip
 
 
 def mean_error(some: Iterable[Compared]) -> float:

@@ -1,12 +1,13 @@
-"""What each pass of each linear takes by each method, what `auto` takes, and the sums of a layer."""
+"""What each pass of each linear takes by each method, what `auto` takes, and their sums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from ...flags import option, positive_int, positive_int_or_0
 from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
 from ...select.cost import Estimate, library_us
@@ -26,14 +27,15 @@ _VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is spread, and what goes through it at once. cp: ranks that share the sequence, as Ulysses does. nodes: that
-    the ranks of one copy of the model are on, as many on each; tensor-parallel ranks follow each other."""
+    """How a model is spread, and what goes through it at once. Every field is a flag of `plan`."""
 
-    tp: int = 4
-    seq: int = 8192
-    micro_batch: int = 1
-    nodes: int = 1
-    cp: int = 1
+    tp: int = option(
+        0, "tensor-parallel size; 0: 4, with --cp 1, with --nodes all GPUs of the nodes", parse=positive_int_or_0
+    )
+    cp: int = option(1, "ranks that share the sequence (Ulysses)", parse=positive_int)
+    nodes: int = option(1, "nodes that one group spans", parse=positive_int)
+    seq: int = option(8192, "sequence length", parse=positive_int, metavar="TOKENS")
+    micro_batch: int = option(1, "sequences in one forward call", parse=positive_int)
 
     @property
     def rows(self) -> int:
@@ -42,17 +44,15 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """GPUs of one copy of the model."""
+        """GPUs of one copy of the model; tensor-parallel ranks follow each other."""
         return self.tp * self.cp
 
     @property
     def tp_nodes(self) -> int:
-        """Nodes that a tensor-parallel group spans."""
         return max(1, self.tp // (self.ranks // self.nodes))
 
     @property
     def cp_nodes(self) -> int:
-        """Nodes that a group of Ulysses spans."""
         return self.nodes if self.tp_nodes == 1 else self.cp
 
 
@@ -74,12 +74,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Sum:
-    """The sum of several passes, in microseconds: without overlap, and by what was chosen. The host counts where it takes
-    longer than the GPU in all of them together."""
+    """Microseconds of several passes. by_method: of those that serve all of them. ours_us: by what `auto` takes."""
 
     gemm_us: float
     nccl_us: float
-    without_us: float
+    by_method: Mapping[str, float]
     ours_us: float
 
     @property
@@ -89,17 +88,24 @@ class Sum:
 
     @property
     def gain(self) -> float:
-        return self.without_us / self.ours_us if self.ours_us else 1.0
+        return self.by_method[COLLECTIVE] / self.ours_us
 
 
-def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction]:
+def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
     """Forward and backward of all linears by all methods that serve them; the output layer last, if the vocabulary is known.
 
     Raises:
         ValueError: ranks that do not fill the nodes, or sizes that so many ranks cannot share.
     """
-    s, weights = strategy, dict(model.linears)
-    _check(system, s)
+    asked, local = f"{s.ranks} ranks on {s.nodes} nodes", s.ranks // s.nodes
+    if s.ranks % s.nodes or local > system.gpus_per_node:
+        raise ValueError(
+            f"{asked}: each node must have as many, and at most {system.gpus_per_node}; set --nodes, or --tp and --cp"
+        )
+    if local % s.tp and s.tp % local:
+        raise ValueError(f"{asked}: --tp must be a divisor or a multiple of the {local} ranks of a node")
+    check_divisible("--seq times --micro-batch", s.rows, s.ranks)
+    weights = dict(model.linears)
     if model.vocab_size:
         step = _VOCAB_MULTIPLE * s.tp
         weights[OUTPUT] = (-(-model.vocab_size // step) * step, model.hidden_size)
@@ -112,22 +118,11 @@ def predict(system: System, strategy: Strategy, model: Model) -> list[Prediction
         else:
             cases = cases_of(name, OPS_OF_LINEARS[name], weight, s.rows // s.cp, s.tp, name)
         predictions = [_predict(system, s, case) for case in cases]
-        features = weight[0] if name == "qkv" else weight[1]
-        found += (
-            [_beside_ulysses(system, s, features, p) for p in predictions] if exchanged and s.tp > 1 else predictions
-        )
+        if exchanged and s.tp > 1:
+            features = weight[0] if name == "qkv" else weight[1]
+            predictions = [_beside_ulysses(system, s, features, p) for p in predictions]
+        found += predictions
     return found
-
-
-def _check(system: System, s: Strategy) -> None:
-    asked, local = f"{s.ranks} ranks on {s.nodes} nodes", s.ranks // s.nodes
-    if s.ranks % s.nodes or local > system.gpus_per_node:
-        raise ValueError(
-            f"{asked}: each node must have as many, and at most {system.gpus_per_node}; set --nodes, or --tp and --cp"
-        )
-    if local % s.tp and s.tp % local:
-        raise ValueError(f"{asked}: --tp must be a divisor or a multiple of the {local} ranks of a node")
-    check_divisible("--seq times --micro-batch", s.rows, s.ranks)
 
 
 def _predict(system: System, s: Strategy, case: Case) -> Prediction:
@@ -160,11 +155,13 @@ def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Predict
     return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method)
 
 
-def total(predictions: Iterable[Prediction]) -> Sum:
-    """The Sum of these passes: by NCCL everywhere, and by what was chosen."""
-    rows = list(predictions)
-    without, ours = run_us(p.by_method[COLLECTIVE] for p in rows), run_us(p.by_method[p.chosen] for p in rows)
-    return Sum(sum(p.gemm_us for p in rows), sum(p.nccl_us for p in rows), without, ours)
+def total(some: Sequence[Prediction]) -> Sum:
+    """The Sum of these passes."""
+    by_method = {
+        name: run_us(p.by_method[name] for p in some) for name in METHODS if all(name in p.by_method for p in some)
+    }
+    ours = run_us(p.by_method[p.chosen] for p in some)
+    return Sum(sum(p.gemm_us for p in some), sum(p.nccl_us for p in some), by_method, ours)
 
 
 def run_us(estimates: Iterable[Estimate]) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ...flags import option, shown
+from ...flags import flag, option, positive_int, positive_int_or_0
 
 KINDS = ("train", "compare")
-TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 @dataclass(frozen=True)
@@ -22,9 +20,9 @@ class Job:
 
     kind: str  # of KINDS
     arguments: tuple[str, ...] = ()  # of the recipe
-    nodes: int = option(1, "nodes")
-    gpus_per_node: int = option(0, "GPUs of each node; 0: none, for ranks on CPUs")
-    procs_per_node: int = option(0, "ranks of each node; 0: one a GPU")
+    nodes: int = option(1, "nodes", parse=positive_int)
+    gpus_per_node: int = option(0, "GPUs of each node; 0: none, for ranks on CPUs", parse=positive_int_or_0)
+    procs_per_node: int = option(0, "ranks of each node; 0: one a GPU", parse=positive_int_or_0)
     time: str = option("", "time limit, such as 04:00:00 or 1-12", metavar="TIME")
     account: str = option("", "account that pays", metavar="NAME")
     partition: str = option("", "partition; without it, the cluster's default", metavar="NAME")
@@ -39,8 +37,12 @@ class Job:
     checkpoints: str = option(
         "", "train: folder to save to and resume from (default: checkpoints in --run-dir)", metavar="DIR"
     )
-    max_restarts: int = option(0, "train: times that failed ranks are started again in the job")
-    stop_early_s: int = option(120, "train: seconds before the time limit to stop and requeue")
+    max_restarts: int = option(
+        0, "train: times that failed ranks are started again in the job", parse=positive_int_or_0
+    )
+    stop_early_s: int = option(
+        120, "train: seconds before the time limit to stop and requeue; less than the limit", parse=positive_int
+    )
     container_image: str = option("", "image or .sqsh file (pyxis); without it, no container", metavar="IMAGE")
     container_mounts: str = option("", "FROM:TO,... besides this folder and the run's", metavar="MOUNTS")
 
@@ -50,53 +52,25 @@ class Job:
 
 
 def _problems(job: Job) -> Iterator[str]:
-    """What is wrong with the job, in words."""
-    if job.kind not in KINDS:
-        yield f"{job.kind!r} is not a kind of job; choose one of {', '.join(KINDS)}"
-    if job.nodes < 1:
-        yield f"--nodes {job.nodes} must be at least 1"
-    for name in ("gpus_per_node", "procs_per_node", "max_restarts"):
-        if getattr(job, name) < 0:
-            yield f"{shown(job, name)} must not be negative"
+    """What is wrong with the job, in words, beyond what sbatch says of its own options."""
     if not ranks_per_node(job):
         yield "no ranks: add --gpus-per-node N, or --procs-per-node N for ranks on CPUs"
     if job.gpus_per_node and job.procs_per_node > job.gpus_per_node:
         yield f"--procs-per-node {job.procs_per_node} is more than --gpus-per-node {job.gpus_per_node}; one rank a GPU at most"
-    yield from _time_problems(job)
-    yield from _program_problems(job)
-    for word in _words(job):
-        if "\n" in word or "\0" in word:
-            yield f"{word!r} has a line break, which a line of a batch script cannot hold; leave it out"
-
-
-def _time_problems(job: Job) -> Iterator[str]:
     if not job.time:
         yield "--time is missing; give the job's time limit, such as --time 04:00:00"
-    elif not TIME.fullmatch(job.time):
-        yield f"--time {job.time} is not a time limit; write MINUTES, HH:MM:SS, DAYS-HH or DAYS-HH:MM:SS"
-    elif job.kind == "train" and not 0 < job.stop_early_s <= seconds(job.time) - 60:
-        # Slurm sends the signal up to a minute early.
-        yield f"--stop-early-s {job.stop_early_s} must be above 0 and a minute or more below --time {job.time}"
-
-
-def _program_problems(job: Job) -> Iterator[str]:
     if job.recipe and job.module:
         yield f"--recipe {job.recipe} and --module {job.module} are both given; choose one"
     if job.container_mounts and not job.container_image:
         yield f"--container-mounts {job.container_mounts} without --container-image mounts nothing; add an image"
     if job.kind == "compare":
         for name in ("checkpoints", "max_restarts"):
-            if getattr(job, name):
-                yield f"{shown(job, name)}: a comparison is neither saved nor restarted; leave it out"
+            if value := getattr(job, name):
+                yield f"{flag(name)} {value}: a comparison is neither saved nor restarted; leave it out"
         return
     for word in job.arguments:
         if word.partition("=")[0] in ("--save", "--load"):
             yield f"{word} belongs to the job, which saves to and resumes from --checkpoints DIR; leave it out"
-
-
-def _words(job: Job) -> Iterator[str]:
-    for value in (getattr(job, found.name) for found in fields(job)):
-        yield from value if isinstance(value, tuple) else [str(value)]
 
 
 def ranks_per_node(job: Job) -> int:
@@ -107,17 +81,3 @@ def ranks_per_node(job: Job) -> int:
 def job_name(job: Job) -> str:
     """The name that Slurm lists."""
     return job.name or f"overlap-{job.kind}"
-
-
-def seconds(time: str) -> int:
-    """Seconds of a Slurm time limit: "90" (minutes), "90:00", "01:30:00", "1-12", "1-12:00", "1-12:00:00"."""
-    match = TIME.fullmatch(time)
-    assert match is not None, time
-    parts = [int(part) for part in match["parts"].split(":")]
-    if match["days"] is not None:  # what follows the days starts with hours
-        hours, minutes, rest = [*parts, 0, 0][:3]
-        return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest
-    if len(parts) == 1:
-        return parts[0] * 60
-    hours, minutes, rest = [0, *parts][-3:]
-    return hours * 3600 + minutes * 60 + rest

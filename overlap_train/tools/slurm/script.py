@@ -59,35 +59,26 @@ def _complete(body: list[str]) -> list[str]:
     return [*body[: number - 1], (FOLDER / "job.sh").read_text(), *body[number + 1 :]]  # - 1: a note to shellcheck
 
 
-class SubmitError(ValueError):
-    """The job was not submitted; the text says why in one line."""
-
-    status = 1  # what the command ends with
-
-
 def submit(job: Job) -> tuple[str, Path]:
     """Write the script into the run folder and hand it to sbatch; returns the id that Slurm gave to the job, and the script.
 
     Raises:
-        SubmitError: the run folder cannot be written, there is no sbatch, or it refused the job.
+        ValueError: the run folder cannot be written, there is no sbatch, or it refused the job.
     """
     script = Path(job.run_dir) / f"{job_name(job)}.sbatch"
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
         script.write_text(render(job))
     except OSError as error:
-        raise SubmitError(f"--run-dir {job.run_dir} cannot be written: {error.strerror or error}") from error
-    return _sbatch(sbatch_options(job), script), script
-
-
-def _sbatch(options: tuple[str, ...], script: Path) -> str:
+        raise ValueError(f"--run-dir {job.run_dir} cannot be written: {error.strerror or error}") from error
+    command = ["sbatch", "--parsable", *sbatch_options(job), str(script)]
     try:
-        result = subprocess.run(["sbatch", "--parsable", *options, str(script)], capture_output=True, text=True)
+        result = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise SubmitError(
+        raise ValueError(
             "sbatch was not found on PATH; submit from a login node of the cluster, or print the script with --dry-run"
         ) from error
     if result.returncode:
         said = " ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in result.stderr.splitlines())
-        raise SubmitError(f"sbatch refused the job: {said or f'exit status {result.returncode}'}")
-    return result.stdout.strip().partition(";")[0]  # "id;cluster" on sites with several
+        raise ValueError(f"sbatch refused the job: {said or f'exit status {result.returncode}'}")
+    return result.stdout.strip().partition(";")[0], script  # "id;cluster" on sites with several

@@ -1,7 +1,6 @@
-"""What is measured: passes, each by every candidate method with its options, on all ranks.
+"""What is measured: passes, each by every candidate method with its options, on all ranks, as the benchmark measures.
 
-It is measured as the benchmark measures: operands as in training, results checked first, interleaved bursts, the time of the
-slowest rank. Every rank has the same figures, and therefore comes to the same answer (select/choose.py: fastest).
+Every rank has the same figures, those of the slowest, and therefore comes to the same answer (select/choose.py: fastest).
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ import torch
 
 from ...config import OverlapConfig
 from ...group.domain import OverlapDomain
-from ...group.signals import Tag
-from ...nodes.choice import network_chunks_of
-from ...ops.plan import planner_of
-from ...ops.table import start_ag_gemm, start_gemm_rs
+from ...group.memory import Request
+from ...linear import column_backward
+from ...ops.plan import Plan, planner_of
+from ...ops.plan_cache import PlannedOp
+from ...ops.spec import ALL_GATHER_LINEAR
+from ...ops.wgrad import WeightGradient
 from ...select.choose import Choice, Took, fastest, untuned
 from ...select.low_latency import serving
 from ...select.method import CHUNK_COUNTS, Method
@@ -31,7 +32,7 @@ from ...select.tiling import equal_chunks
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPERATORS, Case, cases_of, check_divisible
 from ..measure.models import MODELS, OPS_OF_LINEARS
-from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of, tag_of
+from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of
 from ..measure.timing import Call
 
 _EXCHANGED = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}
@@ -71,48 +72,52 @@ def candidates(names: Sequence[str], default: str, pass_: Pass, nodes: int = 1) 
     return list(dict.fromkeys([*asked, default, "collective"]))
 
 
-def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1, gbs: float = 0.0) -> list[Method]:
-    """The options of a method that are worth a measurement, plain first: across nodes numbers of chunks, inside a node these.
-    gbs: of the network.
+def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1) -> list[Method]:
+    """The options of a method that are worth a measurement, plain first.
 
-    Whole blocks: where the method would cut them. Split reduction: in a column linear's backward, whose weight gradient can run
-    in between, and where it saves half a wave of tiles or more. Starting with a barrier: where pushes of several ranks may meet
-    on one link.
+    Across nodes: numbers of chunks that cut a block into equal ones, none too short for a message. Inside a node: whole blocks,
+    where the method would cut them; a split reduction, in a column linear's backward, whose weight gradient can run in between,
+    and where it saves half a wave of tiles or more; a barrier first, where pushes of several ranks may meet on one link.
     """
-    plain, system = Method(name), System.of(device)
+    plain, system, exchanges = Method(name), System.of(device), pass_.kind.exchanges
+    on_gpu = system.type == "cuda"
     if not reach_of(nodes).has_rules:
-        return _in_chunks(pass_, plain, system, nodes, gbs)
+        # `chunked` multiplies whole blocks in an all-to-all of CPU processes: more chunks would be messages for nothing.
+        if not plain.pushes or (exchanges and not plain.multiplies and not on_gpu):
+            return [plain]
+        rows = pass_.m // pass_.world
+        most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
+        fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
+        return [plain, *(replace(plain, chunks=count) for count in fits)]
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
-    is_free = not (pass_.kind.exchanges or pass_.kind.before_wgrad)
+    is_free = not (exchanges or pass_.kind.before_wgrad)
     collides = pass_.world > 2 and plain.pushes and copy_us(pass_, system) > _SHORT_COPY_US and is_free
     splits = plain.splits and (pass_.kind.before_wgrad or saves_a_wave(pass_, system))
     options = itertools.product(*((False, True) if may else (False,) for may in (cuts, splits, collides)))
     return [Method(name, *each) for each in options]
 
 
-def _in_chunks(pass_: Pass, plain: Method, system: System, nodes: int, gbs: float) -> list[Method]:
-    """The plan's own number of chunks, and all others that cut a block into equal chunks, none too short for a message. `chunked`
-    multiplies whole blocks in an all-to-all of CPU processes, where more chunks would be messages for nothing."""
-    on_gpu = system.type == "cuda"
-    if not plain.pushes or (not plain.multiplies and pass_.kind.exchanges and not on_gpu):
-        return [plain]
-    rows = pass_.m // pass_.world
-    most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
-    own = network_chunks_of(plain, pass_, system, nodes, gbs)
-    fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
-    return [plain, *(replace(plain, chunks=count) for count in fits if count != own)]
-
-
 @torch.no_grad()
 def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | None:
-    """The winner of one pass, None if no method works; what fails is left out and noted in the results. Collective."""
-    world, settings = session.world, session.settings
+    """The winner of one pass, None if no method works: of those that give the right result on every rank, each in all its ways.
+    What fails is left out and noted in the results. Collective."""
+    world, settings, results = session.world, session.settings, session.results
     planned, nodes = case.planned(world.size, settings.dtype), domain.topology.nodes
     default = untuned(planned, world.device, nodes).method
-    calls = _working(case, candidates(settings.methods, default, planned, nodes), domain, session)
+    domain.span.settled(domain.config)  # the network is measured
+    inputs, calls = inputs_of(case, session), dict[Method, Call]()
+    run_of = _backward if planned.kind.before_wgrad else overlapped
+    for name in candidates(settings.methods, default, planned, nodes):
+        for how in ways_of(planned, name, domain.device, nodes):
+            run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
+            problem = problem_of(case.name, run, inputs, world, inputs.check)
+            if problem is None:
+                calls[how] = inputs.call(run)
+            else:
+                results.note(f"{case.name}: {how} left out: {problem}", failure=False)
     if not any(how.is_plain for how in calls):
-        session.results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
+        results.note(f"{case.name}: no method works, so nothing is stored", failure=True)
         return None
     timings = session.time({str(how): call for how, call in calls.items()}, case.flops(world.size))
     took = {how: timings[str(how)] for how in calls}
@@ -120,37 +125,18 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     return Winner(planned, how, {how: one.ms for how, one in took.items()})
 
 
-def _working(case: Case, names: Sequence[str], domain: OverlapDomain, session: Session) -> dict[Method, Call]:
-    """The methods that give the right result on every rank, with their options, ready to be timed."""
-    inputs, calls = inputs_of(case, session), {}
-    planned, nodes = case.planned(domain.world_size, session.settings.dtype), domain.topology.nodes
-    domain.span.settled(domain.config)  # the network is measured
-    run_of = _backward if planned.kind.before_wgrad else overlapped
-    for how in [way for name in names for way in ways_of(planned, name, domain.device, nodes, domain.span.network_gbs)]:
-        run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
-        problem = problem_of(case.name, run, inputs, session.world, inputs.check)
-        if problem is None:
-            calls[how] = inputs.call(run)
-        else:
-            session.results.note(f"{case.name}: {how} left out: {problem}", failure=False)
-    return calls
-
-
 def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
-    """A column linear's whole backward, as autograd runs it (linear.py). Without the weight gradient, a method whose reduction
-    ends under that gradient would look slower than it is."""
-    plan, tag = plan_of(case, domain, choice, like), tag_of(case, choice)
-    whole = planner_of(domain.topology, domain.config).sent_again(replace(plan, kind=plan.kind.dgrad))
-    wgrad = Tag(f"{tag.op}/wgrad", tag.what)
+    """A column linear's whole backward. Without the weight gradient, a method whose reduction ends under that gradient would look
+    slower than it is."""
+    # With a barrier, whether training has one or not: one backward after another needs it for its slots.
+    dgrad = replace(plan_of(case, domain, choice.by(barrier_first=True), like), beside_wgrad=True)
+    wgrad = planner_of(domain.topology, domain.config).sent_again(replace(dgrad, kind=dgrad.kind.dgrad))
+    request = Request(case.op, f"{case.name} by {choice.how}")
+    plan = Plan(ALL_GATHER_LINEAR, domain.config, dgrad, dgrad, dgrad, wgrad, request, like.left.dtype)
+    linear = PlannedOp(domain, plan, f"tune {choice.how}", (), trains=True)
 
-    def run(o: Operands) -> torch.Tensor:
-        # With a barrier, whether training has one or not: one backward after another needs it for its slots.
-        with domain.operator(tag, whole.slots + plan.slots, barrier_first=True):
-            x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
-            gather = start_ag_gemm(domain, whole, wgrad, x_shard_m)
-            scatter = start_gemm_rs(domain, plan, tag, o.left, o.right)
-            gather.keep_own(plan)
-            torch.mm(o.left.t(), gather.gathered_view())
-            return scatter.finish()
+    def run(o: Operands) -> torch.Tensor | None:
+        x_shard_m = o.whole.chunk(domain.world_size)[domain.rank]  # any rows do: o.whole is as large as x
+        return column_backward(linear, o.left, x_shard_m, o.right, WeightGradient(o.right, "off"), wants_dx=True)
 
     return run
