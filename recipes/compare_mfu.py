@@ -10,14 +10,11 @@ optimizer, and take turns of a few steps. For each: step time, MFU, tokens/s/GPU
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
 
-import torch
-
-from gpt.program import join_ranks, refused_by_rule, run_program
+from gpt.program import join_ranks, refused_by_rule, run_program, say
 from mfu.plan import read_flags, settings_for
 
 
@@ -30,21 +27,19 @@ def compare(arguments: list[str]) -> None:
     plan, overlap = read_flags(arguments, __doc__)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     every = [settings_for(plan, number, ranks) for number in range(len(plan.model))] if not plan.redraw else []
-    from mfu import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
-    from mfu.results import Writer, draw
+    from mfu import results  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
+    from mfu.run import Comparison
 
     if plan.redraw:
         with refused_by_rule():
-            print(draw(Path(plan.redraw)))
+            print(results.draw(Path(plan.redraw)))
         return
-    world = join_ranks(every[0])  # all models have the same division
-    writer = Writer(plan, world.device)
+    world, rows = join_ranks(every[0]), list[results.Row]()  # all models have the same division
     for settings in every:
-        writer.add(run.compare(plan, settings, overlap, world))
-        gc.collect()  # a model and its optimizer refer to each other
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-    writer.conclude()
+        rows += Comparison(plan, settings, overlap, world).rows()
+        results.write(plan, rows, world)  # after each model, so that none is lost
+    say(f"\n{results.table(plan, rows)}\n {plan.out}/mfu.json, mfu.md, mfu.png")
+    results.raise_for_missing(plan, rows)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def parallel_linears(model: torch.nn.Module) -> list[Any]:
 def use_async_tp(model: GPTModel) -> GPTModel:
     """Exchange the classes of the model's parallel linears, as enable() does."""
     for linear in parallel_linears(model):
-        _exchange(linear, AsyncColumn.apply, AsyncRow.apply, linear.tp_group)
+        _exchange(linear, AsyncColumn, AsyncRow, linear.tp_group)
     return model
 
 
@@ -58,7 +58,7 @@ def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[No
     linears = parallel_linears(model) if wholes.ranks > 1 else []
     before = [(linear.__class__, getattr(linear, "stand_in", None)) for linear in linears]
     for linear in linears:
-        _exchange(linear, _ColumnAlone.apply, _RowAlone.apply, wholes)
+        _exchange(linear, _ColumnAlone, _RowAlone, wholes)
     try:
         yield
     finally:
@@ -68,11 +68,13 @@ def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[No
 
 def _exchange(linear: Any, column: Any, row: Any, given: Any) -> None:
     is_column = isinstance(linear, ColumnParallelLinear)
-    linear.__class__, linear.stand_in = Column if is_column else Row, (column if is_column else row, given)
+    linear.stand_in = (column.apply if is_column else row.apply, given)
+    linear.__class__ = Column if is_column else Row
 
 
 class Wholes:
-    """Whole tensors [M, K] in place of gathered shards [M/W, K]: W copies of the first call's shard."""
+    """Whole tensors [M, K] in place of gathered shards [M/W, K]: W copies of the first call's shard.
+    adds_in_place: whether weight gradients are added into main_grad inside the GEMM."""
 
     def __init__(self, ranks: int, adds_in_place: bool) -> None:
         self.ranks, self.adds_in_place = ranks, adds_in_place
@@ -85,7 +87,7 @@ class Wholes:
         return self._kept[key]
 
     def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """dyᵀ @ x [N, K], returned or added into w.main_grad, as the variant does."""
+        """dyᵀ @ x [N, K], returned or added into w.main_grad."""
         if not self.adds_in_place:
             return dy.t() @ x
         import fused_weight_gradient_mlp_cuda  # Apex's, or ours in its place: provide_accumulation_fusion
