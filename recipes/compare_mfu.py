@@ -19,21 +19,19 @@ from mfu.plan import read_flags, settings_for
 
 
 def compare(arguments: list[str]) -> None:
-    """Measure every model of the command line, or draw again what was measured.
-
-    Raises:
-        RecipeError: flags that are wrong by themselves or contradict each other, or variants that did not run.
-    """
+    """Measure every model of the command line, or draw again what was measured. Raises RecipeError for wrong flags, or where
+    variants did not run."""
     plan, overlap = read_flags(arguments, __doc__)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    every = [settings_for(plan, number, ranks) for number in range(len(plan.model))] if not plan.redraw else []
-    from mfu import results  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
-    from mfu.run import Comparison
+    from mfu import results
 
     if plan.redraw:
         with refused_by_rule():
             print(results.draw(Path(plan.redraw)))
         return
+    every = [settings_for(plan, number, ranks) for number in range(len(plan.model))]
+    from mfu.run import Comparison  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
+
     world, rows = join_ranks(every[0]), list[results.Row]()  # all models have the same division
     for settings in every:
         rows += Comparison(plan, settings, overlap, world).rows()

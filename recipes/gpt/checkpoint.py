@@ -30,40 +30,30 @@ MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention
 
 def find(settings: Settings) -> Path | None:
     """The checkpoint that --load names, None without --load; collective. Rank 0 looks: on a network file system two nodes may see
-    different files.
-
-    Raises:
-        RecipeError: on every rank, where there is none, or --save cannot be written or has checkpoints of another run.
-    """
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            found = [_find(settings)]
-        except RecipeError as error:
-            found = [error]
+    different files. Raises RecipeError, on every rank, where there is none, or --save cannot be written or has another run's."""
+    found: list[Any] = [_find(settings) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
-    if isinstance(found[0], RecipeError):
-        raise found[0]
+    if isinstance(found[0], str):
+        raise RecipeError(found[0])
     return found[0]
 
 
-def _find(settings: Settings) -> Path | None:
+def _find(settings: Settings) -> Path | str | None:
+    """The checkpoint, or what is wrong."""
     target, source = Path(settings.save).resolve(), Path(settings.load).resolve()
     if settings.save:
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RecipeError(f"--save {settings.save} cannot be written: {error.strerror}") from error
+            return f"--save {settings.save} cannot be written: {error.strerror}"
         if not (settings.load and target in (source, source.parent)) and _newest(target):
-            raise RecipeError(
-                f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} to continue it, or "
-                "choose another folder"
-            )
+            to_continue = f"add --load {settings.save} to continue it, or choose another folder"
+            return f"--save {settings.save} has checkpoints of an earlier run; {to_continue}"
     if not settings.load:
         return None
     folder = source if source.name.startswith("iter_") else _newest(source)
     if folder is None or not folder.is_dir():
-        raise RecipeError(f"--load {settings.load} has no checkpoint; give a --save folder, or an iter_ folder in it")
+        return f"--load {settings.load} has no checkpoint; give a --save folder, or an iter_ folder in it"
     return folder
 
 
@@ -88,10 +78,8 @@ def save(trainer: Trainer, iteration: int) -> None:
     try:
         dist_checkpointing.save(_state(trainer, is_loading=False) | run, str(draft))
     except CheckpointException as error:  # Megatron tells all ranks
-        free = shutil.disk_usage(draft).free / 2**30
-        raise RecipeError(
-            f"--save {target} cannot be written, with {free:.1f} GiB of disk free; make room and resume"
-        ) from error
+        free = f"{shutil.disk_usage(draft).free / 2**30:.1f} GiB of disk free"
+        raise RecipeError(f"--save {target} cannot be written, with {free}; make room and resume") from error
     overlap_train.check()  # a wait that gave up has left NaN in what was written
     dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
     if dist.get_rank() == 0:
@@ -104,18 +92,13 @@ def save(trainer: Trainer, iteration: int) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> int:
-    """Restore the state of a checkpoint and return the number of steps that it has seen; collective.
-
-    Raises:
-        RecipeError: on every rank, where it is of another model.
-    """
-    run, now = dist_checkpointing.load_common_state_dict(str(folder)), asdict(trainer.settings)
+    """Restore the state of a checkpoint and return the number of steps that it has seen; collective. Raises RecipeError, on every
+    rank, where it is of another model."""
+    run = dist_checkpointing.load_common_state_dict(str(folder))
     for name in MODEL:
-        if run["settings"][name] != now[name]:
-            raise RecipeError(
-                f"--load {folder}: the checkpoint was saved with {flag(name)} {run['settings'][name]}, this run has "
-                f"{now[name]}; pass {flag(name)} {run['settings'][name]}"
-            )
+        saved, now = run["settings"][name], getattr(trainer.settings, name)
+        if saved != now:
+            raise RecipeError(f"--load {folder} was saved with {flag(name)} {saved}, this run has {now}; pass {saved}")
     # Megatron wraps the distributed optimizer of a dense model alone in a ChainedOptimizer.
     (optimizer, *others) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
     is_distributed = isinstance(optimizer, DistributedOptimizer) and not others

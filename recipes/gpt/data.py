@@ -28,10 +28,8 @@ ADD_K = 0.1
 def read_samples(settings: Settings, is_held_out: bool) -> np.ndarray:
     """uint8 [samples, seq_length + 1], each with the byte after it: of the file --text, or of the topics of Python's help().
 
-    Every twentieth KiB is held out for validation, so that this part is like the training part.
-
-    Raises:
-        RecipeError: the file cannot be read, or is too short for one sample.
+    Every twentieth KiB is held out for validation, so that this part is like the training part. Raises RecipeError where the file
+    cannot be read, or is too short for one sample.
     """
     name, length = f"--text {settings.text}" if settings.text else "pydoc_data.topics", settings.seq_length
     try:

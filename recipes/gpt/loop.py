@@ -24,12 +24,8 @@ PROMPT, TEMPERATURE = "The ", 0.7
 
 
 def run(settings: Settings, overlap: OverlapConfig | None) -> None:
-    """Train, compare with the bigram model, and show a sample; every rank calls it.
-
-    Raises:
-        RecipeError: on every rank, for what the user can put right.
-        OverlapTimeoutError: a peer did not arrive in time.
-    """
+    """Train, compare with the bigram model, and show a sample; every rank calls it. Raises RecipeError, on every rank, for what
+    the user can put right, and OverlapTimeoutError where a peer did not arrive in time."""
     train_on, validate_on = read_samples(settings, is_held_out=False), read_samples(settings, is_held_out=True)
     device = join_ranks(settings).device
     folder = checkpoint.find(settings)

@@ -13,26 +13,15 @@ from functools import partial
 from typing import Any
 
 from gpt.program import RecipeError, refused_by_rule
-from overlap_train import OverlapConfig
-from overlap_train.flags import (
-    Parser,
-    add_flags,
-    add_options,
-    from_args,
-    option,
-    positive_float,
-    positive_int,
-    positive_int_or_0,
-    read_config,
-    shown,
-)
+from overlap_train import OverlapConfig, flags
+from overlap_train.flags import option, shown
 from overlap_train.tools.measure import models
 
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 SMALL = "small"
 RECOMPUTE = ("none", "selective", "full")
 ON_CPUS = ("auto", "chunked", "collective")  # methods that need no kernels
-_positive, _count = partial(option, parse=positive_int), partial(option, parse=positive_int_or_0)
+_positive, _count = partial(option, parse=flags.positive_int), partial(option, parse=flags.positive_int_or_0)
 
 
 @dataclass(frozen=True)
@@ -50,18 +39,16 @@ class Settings:
     num_attention_heads: int = _positive(8, "query heads")
     num_query_groups: int = _positive(4, "key and value heads (GQA)")
     seq_length: int = _positive(128, "bytes in a sample")
-    tp: int = _count(
-        0, "tensor-parallel ranks, with sequence parallelism; 0: as many as --cp and --num-query-groups allow"
-    )
+    tp: int = _count(0, "tensor-parallel ranks, sequence parallel too; 0: as many as --cp and --num-query-groups allow")
     cp: int = _positive(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
     distributed_timeout_minutes: int = _positive(10, "how long Megatron's and torch's own collectives wait for a rank")
     micro_batch_size: int = _positive(8, "samples of one forward and backward pass on one rank")
     global_batch_size: int = _positive(16, "samples of one optimizer step, over all ranks")
     train_iters: int = _positive(400, "optimizer steps in all, those before --load included")
-    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", parse=positive_float)
+    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", parse=flags.positive_float)
     lr_warmup_iters: int = _count(30, "steps of linear warm-up, at most a quarter of --train-iters")
     recompute: str = option(
-        "none", "what backward computes again: nothing, the core attention, or whole layers", choices=RECOMPUTE
+        "none", "again in backward: nothing, the core attention, or whole layers", choices=RECOMPUTE
     )
     cuda_graph: int = _count(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
     deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
@@ -137,31 +124,24 @@ def defaults(on_gpu: bool, model: str = SMALL) -> Settings:
 def read_flags(
     arguments: list[str], description: str | None, ranks: int, on_gpu: bool
 ) -> tuple[Settings, OverlapConfig | None]:
-    """Settings that obey the rules, and the overlap that was asked for (None without --overlap-train).
-
-    Raises:
-        RecipeError: flags that are wrong by themselves, contradict each other, or ask for what this machine cannot do.
-    """
-    parser = Parser("pretrain_gpt", usage=USAGE, description=description)
+    """Settings that obey the rules, and the overlap that was asked for (None without --overlap-train). Raises RecipeError for
+    flags that are wrong by themselves, contradict each other, or ask for what this machine cannot do."""
+    parser = flags.Parser("pretrain_gpt", usage=USAGE, description=description)
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # --model decides the defaults of other flags
     named.add_argument("--model", default=SMALL)
     with refused_by_rule():
         initial = defaults(on_gpu, named.parse_known_args(arguments)[0].model)
-        add_flags(add_options(parser, initial))
-        args = parser.parse_args(arguments)
-        overlap = read_config(args)
-    settings = resolve(from_args(initial, args), ranks)
+        args = flags.add_flags(flags.add_options(parser, initial)).parse_args(arguments)
+        overlap = flags.read_config(args)
+    settings = resolve(flags.from_args(initial, args), ranks)
     if problem := _problem(settings, overlap, on_gpu):
         raise RecipeError(problem)
     return settings, overlap
 
 
 def resolve(settings: Settings, ranks: int) -> Settings:
-    """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks.
-
-    Raises:
-        RecipeError: a rule is broken; the text names flag, value, rule and way out.
-    """
+    """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks. Raises RecipeError where
+    a rule is broken."""
     cp = settings.cp
     tp = settings.tp or math.gcd(max(1, ranks // cp), settings.num_query_groups)
     warm_up = min(settings.lr_warmup_iters, settings.train_iters // 4)
@@ -169,6 +149,7 @@ def resolve(settings: Settings, ranks: int) -> Settings:
     if ranks % (tp * cp):
         product = f"--tp {tp}, --cp {cp}: their product {tp * cp}"
         raise RecipeError(f"{product} does not divide the {ranks} ranks started; change one of them")
+    batch = settings.micro_batch_size * (ranks // (tp * cp))
     # Ulysses gives every rank whole sequences of an equal part of the heads, and cuts a sequence into two parts for each rank.
     for name, divisor, why in (
         ("hidden_size", 2 * settings.num_attention_heads if not settings.kv_channels else 1, "heads of an even width"),
@@ -177,11 +158,7 @@ def resolve(settings: Settings, ranks: int) -> Settings:
         ("num_attention_heads", tp * cp, "--tp times --cp: every rank has an equal part"),
         ("ffn_hidden_size", tp, "--tp: every rank has an equal part"),
         ("seq_length", tp * (2 * cp if cp > 1 else 1), "the equal parts of a sequence that --tp and --cp make"),
-        (
-            "global_batch_size",
-            settings.micro_batch_size * (ranks // (tp * cp)),
-            "--micro-batch-size times the data-parallel replicas",
-        ),
+        ("global_batch_size", batch, "--micro-batch-size times the data-parallel replicas"),
     ):
         if getattr(settings, name) % divisor:
             value = f"{shown(settings, name)} (--model {settings.model})"

@@ -72,16 +72,13 @@ class Plan:
     round_steps: int = option(5, "steps of a variant before the next one has its turn", parse=positive_int)
     loss_steps: int = option(0, "train every variant for at least so many steps, timed or not")
     variants: tuple[str, ...] = option(
-        (),
-        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
-        choices=tuple(VARIANTS),
+        (), "what to compare; without it, what docs/recipes.md says", choices=tuple(VARIANTS)
     )
     repeat: tuple[str, ...] = option((), "variants to train a second time from the same seed", metavar="NAME,...")
     bitwise: bool = option(False, "deterministic kernels; train `overlap`, or --repeat, twice and compare to the bit")
     weight_gradient_fusion: str = option(
         "ours",
-        "who adds weight gradients into the fp32 buffer inside the GEMM: our linears only, or both sides "
-        "(Megatron's gradient_accumulation_fusion)",
+        "which linears add weight gradients into the fp32 buffer inside the GEMM: ours only, or Megatron's too",
         choices=("ours", "both"),
     )
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
@@ -107,11 +104,8 @@ class Plan:
 
 
 def read_flags(arguments: list[str], description: str | None = None) -> tuple[Plan, OverlapConfig]:
-    """The checked plan and the settings of the overlapped variant.
-
-    Raises:
-        RecipeError: a flag, model or variant is unknown, or flags do not go together.
-    """
+    """The checked plan and the settings of the overlapped variant. Raises RecipeError for what is unknown, or does not go
+    together."""
     parser = Parser("compare_mfu", usage=USAGE, description=description)
     add_flags(add_options(parser, Plan))
     with refused_by_rule():
@@ -150,11 +144,7 @@ def _problem(plan: Plan) -> str | None:
 
 
 def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
-    """The recipe settings of the plan's model of this number.
-
-    Raises:
-        RecipeError: they break a rule of the recipe.
-    """
+    """The settings of the plan's model of this number. Raises RecipeError where they break a rule of the recipe."""
     tp = plan.tp or max(1, ranks // plan.cp)
     settings = replace(
         defaults(plan.model[number] != SMALL, plan.model[number]),

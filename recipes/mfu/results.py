@@ -140,10 +140,7 @@ def write(plan: Plan, rows: list[Row], world: World) -> None:
 
 def draw(folder: Path) -> Path:
     """Draw mfu.png of a folder from its mfu.json: MFU of each model and variant, or tokens/s of a rank where no peak is known.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the folder has no mfu.json.
-    """
+    Raises ValueError without matplotlib or mfu.json."""
     if not (folder / "mfu.json").exists():
         raise ValueError(f"{folder}: no mfu.json; run compare_mfu.py with --out {folder}")
     document = json.loads((folder / "mfu.json").read_text())

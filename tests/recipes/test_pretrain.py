@@ -145,7 +145,7 @@ def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(ranks: 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("another model", ["--num-layers 1", "pass --num-layers 1"]),
+        ("another model", ["--num-layers 1", "this run has 2; pass 1"]),
         ("no checkpoint", ["--load", "has no checkpoint"]),
         ("would overwrite", ["--save", "add --load"]),
         ("cannot be written", ["--save /proc/nowhere cannot be written: "]),
