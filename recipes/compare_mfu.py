@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from gpt.program import join_ranks, refused_by_rule, run_program, say
+from gpt.program import RecipeError, join_ranks, refused_by_rule, run_program, say
 from mfu.plan import read_flags, settings_for
 
 
@@ -35,9 +35,12 @@ def compare(arguments: list[str]) -> None:
     world, rows = join_ranks(every[0]), list[results.Row]()  # all models have the same division
     for settings in every:
         rows += Comparison(plan, settings, overlap, world).rows()
-        results.write(plan, rows, world)  # after each model, so that none is lost
-    say(f"\n{results.table(plan, rows)}\n {plan.out}/mfu.json, mfu.md, mfu.png")
-    results.raise_for_missing(plan, rows)
+        table = results.write(plan, rows, world)  # after each model, so that none is lost
+    say(f"\n{table}\n {plan.out}/mfu.json, mfu.md, mfu.png")
+    missing = [row for row in rows if row["status"] != "ran" and row["variant"] != "async_tp"]
+    if missing:
+        reasons = "; ".join(f"{row['model']} {row['variant']}: {row['status']}" for row in missing)
+        raise RecipeError(f"--variants {','.join(plan.variants)}: not all of them ran: {reasons}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The whole run in order: text, ranks, model, steps with validations and checkpoints between them, and what came out."""
+"""The whole run in order: text, ranks, model, steps with checkpoints between them, and what came out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
     say(f" model: {settings.title}, {settings.num_layers} layers of {settings.hidden_size}")
     first = checkpoint.load(trainer, folder) if folder else 0
     try:
-        train(trainer, train_on, validate_on, first, device)
+        train(trainer, train_on, first, device)
         conclude(trainer, train_on, validate_on, device)
     except (
         RecipeError
@@ -47,59 +47,38 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
     trainer.release()
 
 
-def train(trainer: Trainer, train_on: np.ndarray, validate_on: np.ndarray, first: int, device: torch.device) -> None:
-    """Steps `first` + 1 to `train_iters`, with iteration lines, validations and checkpoints between them."""
+def train(trainer: Trainer, train_on: np.ndarray, first: int, device: torch.device) -> None:
+    """Steps `first` + 1 to `train_iters`, with iteration lines and checkpoints between them."""
     settings, last, begun = trainer.settings, first, time.perf_counter()
     data = batches(train_on, first * settings.global_batch_size, settings, device, is_trained=True)
     for iteration in range(first + 1, settings.train_iters + 1):
         is_end, rate = iteration == settings.train_iters, trainer.optimizer.param_groups[0]["lr"]
         total, grad_norm = trainer.step(data)
         overlap_train.check()  # reading the norm has waited for the device; a wait that gave up before has left NaN
-        is_saved = bool(settings.save) and (is_end or is_due(iteration, settings.save_interval))
-        is_validated = is_due(iteration, settings.eval_interval) and not is_end
-        if not (is_end or is_saved or is_validated or is_due(iteration, settings.log_interval)):
+        is_saved = bool(settings.save) and (is_end or iteration % (settings.save_interval or math.inf) == 0)
+        if not (is_end or is_saved or iteration % settings.log_interval == 0):
             continue
         loss, ms = per_byte(total), 1e3 * (time.perf_counter() - begun) / (iteration - last)
-        say(iteration_line(settings, iteration, ms, rate, loss, grad_norm))
+        say(  # in the form of Megatron's own training log
+            f" iteration {iteration:8d}/{settings.train_iters:8d} | consumed samples:"
+            f" {iteration * settings.global_batch_size:12d} | elapsed time per iteration (ms): {ms:.1f} | learning rate:"
+            f" {rate:.6E} | global batch size: {settings.global_batch_size:5d} | lm loss: {loss:.6E} |"
+            f" grad norm: {grad_norm:.3f} |"
+        )
         if not math.isfinite(loss + grad_norm):  # before it is saved
-            raise RecipeError(
-                f"the loss is {loss} and the gradient norm {grad_norm} at iteration {iteration}; try a lower --lr than "
-                f"{settings.lr}"
-            )
-        if is_validated:
-            loss = validate(trainer, validate_on, device)
-            say(f" validation loss at iteration {iteration} | {loss:.4f} nats per byte |")
+            found = f"the loss is {loss} and the gradient norm {grad_norm} at iteration {iteration}"
+            raise RecipeError(f"{found}; try a lower --lr than {settings.lr}")
         if is_saved:
             checkpoint.save(trainer, iteration)
         last, begun = iteration, time.perf_counter()
 
 
-def is_due(iteration: int, interval: int) -> bool:
-    """Whether it is time for what happens every `interval` steps; 0: never."""
-    return interval > 0 and iteration % interval == 0
-
-
-def iteration_line(settings: Settings, iteration: int, ms: float, rate: float, loss: float, grad_norm: float) -> str:
-    """A line in the form of Megatron's own training log."""
-    return (
-        f" iteration {iteration:8d}/{settings.train_iters:8d} | consumed samples: {iteration * settings.global_batch_size:12d} |"
-        f" elapsed time per iteration (ms): {ms:.1f} | learning rate: {rate:.6E} | global batch size:"
-        f" {settings.global_batch_size:5d} | lm loss: {loss:.6E} | grad norm: {grad_norm:.3f} |"
-    )
-
-
-def validate(trainer: Trainer, samples: np.ndarray, device: torch.device) -> float:
-    """Nats per byte of the model on the validation part, of at most `eval_iters` global batches."""
-    settings = trainer.settings
-    steps = min(settings.eval_iters, math.ceil(len(samples) / settings.global_batch_size))
-    return trainer.evaluate(batches(samples, 0, settings, device, is_trained=False), steps)
-
-
 def conclude(trainer: Trainer, train_on: np.ndarray, validate_on: np.ndarray, device: torch.device) -> None:
-    """Print the model's loss beside the bigram's, on the very same bytes, and a sample."""
+    """Print the model's loss beside the bigram's, on the very same bytes of at most `eval_iters` global batches, and a sample."""
     settings = trainer.settings
-    scored = validate_on[: settings.eval_iters * settings.global_batch_size]
-    model, bigram = validate(trainer, validate_on, device), bigram_loss(train_on, scored)
+    steps = min(settings.eval_iters, math.ceil(len(validate_on) / settings.global_batch_size))
+    model = trainer.evaluate(batches(validate_on, 0, settings, device, is_trained=False), steps)
+    bigram = bigram_loss(train_on, validate_on[: steps * settings.global_batch_size])
     say(f" validation loss | model {model:.4f} | byte bigram {bigram:.4f} | nats per byte, on the same bytes |")
     if settings.sample_bytes:
         text = generate(trainer, device)

@@ -54,8 +54,7 @@ class Settings:
     deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
     seed: int = _count(1234, "seed of weights, data order and sample")
     log_interval: int = _positive(10, "steps between iteration lines")
-    eval_interval: int = _count(200, "steps between validations; 0: only at the end")
-    eval_iters: int = _positive(100, "most global batches in a validation")
+    eval_iters: int = _positive(100, "most global batches in the validation at the end")
     sample_bytes: int = _count(240, "bytes of generated text at the end; 0: none")
     save: str = option("", "folder to write checkpoints to")
     save_interval: int = _count(0, "steps between checkpoints; 0: only at the end")
@@ -82,8 +81,8 @@ class Settings:
 
 # How every published model is trained unless flags say otherwise.
 _PUBLISHED: dict[str, Any] = dict(
-    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, lr_warmup_iters=20, eval_interval=0,
-    eval_iters=4, sample_bytes=64,
+    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, lr_warmup_iters=20, eval_iters=4,
+    sample_bytes=64,
 )  # fmt: skip
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 
@@ -108,7 +107,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # The small model gives a GPU something to do, too.
 _SMALL_ON_GPU: dict[str, Any] = dict(
     num_layers=8, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=8, seq_length=1024,
-    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, lr_warmup_iters=20, eval_interval=50,
+    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, lr_warmup_iters=20,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gpt.program import RecipeError, say
+from gpt.program import say
 from gpt.settings import Settings
 from mfu.plan import VARIANTS, Plan, bare, baseline_of, is_graph
 from overlap_train.select.system import system_of
@@ -120,22 +120,17 @@ def notes_of(plan: Plan, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def table(plan: Plan, rows: list[Row]) -> str:
-    """The table with its notes, for the screen."""
-    return output.screen(rows, notes_of(plan, rows), COLUMNS)
-
-
-def write(plan: Plan, rows: list[Row], world: World) -> None:
-    """Write mfu.json, mfu.md and mfu.png from rank 0."""
-    if world.rank != 0:
-        return
-    folder = Path(plan.out)
-    output.write_json(folder / "mfu.json", rows, output.hardware(world.device, world.size))
-    (folder / "mfu.md").write_text(output.markdown(rows, notes_of(plan, rows), COLUMNS))
-    if importlib.util.find_spec("matplotlib") is None:
-        say(" no picture: matplotlib is not installed (pip install matplotlib)")
-    else:
-        draw(folder)
+def write(plan: Plan, rows: list[Row], world: World) -> str:
+    """Write mfu.json, mfu.md and mfu.png from rank 0; returns the table for the screen."""
+    folder, notes = Path(plan.out), notes_of(plan, rows)
+    if world.rank == 0:
+        output.write_json(folder / "mfu.json", rows, output.hardware(world.device, world.size))
+        (folder / "mfu.md").write_text(output.markdown(rows, notes, COLUMNS))
+        if importlib.util.find_spec("matplotlib") is None:
+            say(" no picture: matplotlib is not installed (pip install matplotlib)")
+        else:
+            draw(folder)
+    return output.screen(rows, notes, COLUMNS)
 
 
 def draw(folder: Path) -> Path:
@@ -163,11 +158,3 @@ def draw(folder: Path) -> Path:
         "Higher is better." + " A CUDA graph is compared with a graph." * graphs,
     )
     return bars(panels, header, Scale(unit), folder / "mfu.png")
-
-
-def raise_for_missing(plan: Plan, rows: Sequence[Row]) -> None:
-    """Raise RecipeError, on every rank, where a variant did not run. Async-TP may be absent."""
-    missing = [row for row in rows if row["status"] != "ran" and row["variant"] != "async_tp"]
-    if missing:
-        reasons = "; ".join(f"{row['model']} {row['variant']}: {row['status']}" for row in missing)
-        raise RecipeError(f"--variants {','.join(plan.variants)}: not all of them ran: {reasons}")

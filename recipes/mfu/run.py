@@ -38,13 +38,9 @@ EXPOSED_BURST = 3
 class Variant:
     """A variant in training. Times are milliseconds, the slowest rank's; `data`: all micro-batches, on the device."""
 
-    def __init__(
-        self, name: str, settings: Settings, overlap: OverlapConfig, data: Sequence[Batch], world: World
-    ) -> None:
-        config = overlap_of(name, overlap)
+    def __init__(self, name: str, settings: Settings, config: OverlapConfig | None, data: Sequence[Batch]) -> None:
         self.name, self.data = name, data
-        self.trainer = build_variant(name, settings, config, world.device)
-        self.start = fingerprint(self.trainer.bare)
+        self.trainer = build_variant(name, settings, config, data[0]["tokens"].device)
         adds_in_place = settings.gradient_accumulation_fusion if config is None else config.main_grad == "accumulate"
         self.wholes = Wholes(settings.tp, adds_in_place)
         self.totals: list[torch.Tensor] = []  # (Σ nats, Σ bytes) of each step
@@ -78,18 +74,16 @@ class Comparison:
         self.plan, self.settings, self.overlap, self.world = plan, settings, overlap, world
         self.absent: dict[str, str] = {}  # why a variant did not run
         self.running: dict[str, Variant] = {}
+        self.weights: list[float] = []  # the fingerprint with which all start
         stream = batches(read_samples(settings, is_held_out=False), 0, settings, world.device, is_trained=True)
-        self.data = list(
-            islice(stream, settings.train_iters * micro_batches(settings))
-        )  # there before anything is timed
+        # On the device before anything is timed.
+        self.data = list(islice(stream, settings.train_iters * micro_batches(settings)))
 
     def rows(self) -> list[Row]:
         """Train and time every variant. Raises RecipeError where none runs."""
         for name in self.plan.names:
             self.attempt(name, self.start)
-        for name in [
-            name for name in self.running if is_graph(name)
-        ]:  # now that the heap, which all share, grows no more
+        for name in filter(is_graph, list(self.running)):  # not before the heap, which all share, has its size
             self.attempt(name, lambda name: self.running[name].trainer.capture(self.running[name].micro_batches(0)))
         self.train()
         problem = self.world.attempt(self.time_without_communication)
@@ -109,13 +103,14 @@ class Comparison:
         """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made."""
         if bare(name).startswith("te") and not megatron_te.HAVE_TE:
             raise RecipeError("TransformerEngine is not installed; leave this variant out of --variants")
-        if bare(name) == "async_tp" and self.world.device.type != "cuda":
-            raise RecipeError("PyTorch's async-TP needs CUDA devices")
+        if (bare(name) == "async_tp" or is_graph(name)) and self.world.device.type != "cuda":
+            raise RecipeError(f"{bare(name)} needs CUDA devices")
         say(f" {self.settings.model}: building {name}")
-        variant = Variant(name, self.settings, self.overlap, self.data, self.world)
-        for first, other in list(self.running.items())[:1]:
-            if self.world.any(not torch.equal(other.start, variant.start)):
-                raise RecipeError(f"it did not start from the weights of {first}")
+        variant = Variant(name, self.settings, overlap_of(name, self.overlap), self.data)
+        weights = fingerprint(variant.trainer.bare)
+        self.weights = self.weights or weights
+        if self.world.any(weights != self.weights):
+            raise RecipeError("it did not start from the weights of the first variant")
         for _ in range(WARM_UP_STEPS):
             variant.step()
         overlap_train.check()
@@ -146,10 +141,8 @@ class Comparison:
             return
         problem = problem.removeprefix("RecipeError: ")
         if "OutOfMemoryError" in problem:
-            problem = (
-                f"{problem.partition('. ')[0]}; all variants are in memory side by side: name fewer (--variants), or fewer "
-                "layers (--layers)"
-            )
+            way_out = "all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
+            problem = f"{problem.partition('. ')[0]}; {way_out}"
         if name in self.running:
             self.running.pop(name).trainer.release()
         say(f" {self.settings.model}: without {name}: {problem}")
@@ -193,11 +186,9 @@ class Comparison:
 
 
 @torch.no_grad()
-def fingerprint(model: torch.nn.Module) -> torch.Tensor:
-    """The sum of squares of each parameter, fp64 [parameters], the smallest first: TransformerEngine's modules have the same
-    parameters in another order."""
-    squares = [parameter.float().square().sum().double() for parameter in model.parameters()]
-    return torch.stack(squares).sort().values
+def fingerprint(model: torch.nn.Module) -> list[float]:
+    """The sum of squares of each parameter, the smallest first: TransformerEngine's modules have them in another order."""
+    return sorted(parameter.float().square().sum().item() for parameter in model.parameters())
 
 
 def build_variant(name: str, settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Trainer:

@@ -33,7 +33,6 @@ SMALL = {
     "--train-iters": 6,
     "--lr-warmup-iters": 2,
     "--log-interval": 1,
-    "--eval-interval": 0,
     "--eval-iters": 2,
     "--sample-bytes": 0,
 }
