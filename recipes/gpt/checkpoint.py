@@ -31,29 +31,35 @@ MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention
 def find(settings: Settings) -> Path | None:
     """The checkpoint that --load names, None without --load; collective. Rank 0 looks: on a network file system two nodes may see
     different files. Raises RecipeError, on every rank, where there is none, or --save cannot be written or has another run's."""
-    found: list[Any] = [_find(settings) if dist.get_rank() == 0 else None]
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [_find(settings)]
+        except RecipeError as error:
+            found = [error]
     dist.broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise RecipeError(found[0])
+    if isinstance(found[0], RecipeError):
+        raise found[0]
     return found[0]
 
 
-def _find(settings: Settings) -> Path | str | None:
-    """The checkpoint, or what is wrong."""
+def _find(settings: Settings) -> Path | None:
     target, source = Path(settings.save).resolve(), Path(settings.load).resolve()
     if settings.save:
         try:
             target.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            return f"--save {settings.save} cannot be written: {error.strerror}"
+            raise RecipeError(f"--save {settings.save} cannot be written: {error.strerror}") from error
         if not (settings.load and target in (source, source.parent)) and _newest(target):
-            to_continue = f"add --load {settings.save} to continue it, or choose another folder"
-            return f"--save {settings.save} has checkpoints of an earlier run; {to_continue}"
+            way_out = "to continue it, or choose another folder"
+            raise RecipeError(
+                f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} {way_out}"
+            )
     if not settings.load:
         return None
     folder = source if source.name.startswith("iter_") else _newest(source)
     if folder is None or not folder.is_dir():
-        return f"--load {settings.load} has no checkpoint; give a --save folder, or an iter_ folder in it"
+        raise RecipeError(f"--load {settings.load} has no checkpoint; give a --save folder, or an iter_ folder in it")
     return folder
 
 
