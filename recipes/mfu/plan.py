@@ -72,7 +72,9 @@ class Plan:
     round_steps: int = option(5, "steps of a variant before the next one has its turn", parse=positive_int)
     loss_steps: int = option(0, "train every variant for at least so many steps, timed or not")
     variants: tuple[str, ...] = option(
-        (), "what to compare; without it, what docs/recipes.md says", choices=tuple(VARIANTS)
+        (),
+        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
+        choices=tuple(VARIANTS),
     )
     repeat: tuple[str, ...] = option((), "variants to train a second time from the same seed", metavar="NAME,...")
     bitwise: bool = option(False, "deterministic kernels; train `overlap`, or --repeat, twice and compare to the bit")
