@@ -22,7 +22,7 @@ test: ## the tests that need no GPU, except test-recipes, test-launch and test-n
 	$(bootstrap) main
 	$(pytest) $(in_pairs) tests/golden tests/megatron tests/protocol tests/unit $(TEST_ARGS)
 
-test-recipes: ## the recipes: training, checkpoints, published models, compare_mfu, on CPU processes
+test-recipes: ## the recipes: training, checkpoints, compare_mfu, on CPU processes
 	$(bootstrap) main
 	$(pytest) $(in_pairs) tests/recipes $(TEST_ARGS)
 

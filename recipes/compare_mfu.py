@@ -10,41 +10,37 @@ optimizer, and take turns of a few steps. For each: step time, MFU, tokens/s/GPU
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from pathlib import Path
 
-import torch
-
-from gpt.program import join_ranks, refused_by_rule, run_program
+from gpt.program import RecipeError, join_ranks, refused_by_rule, run_program, say
 from mfu.plan import read_flags, settings_for
 
 
 def compare(arguments: list[str]) -> None:
-    """Measure every model of the command line, or draw again what was measured.
-
-    Raises:
-        RecipeError: flags that are wrong by themselves or contradict each other, or variants that did not run.
-    """
+    """Measure every model of the command line, or draw again what was measured. Raises RecipeError for wrong flags, or where
+    variants did not run."""
     plan, overlap = read_flags(arguments, __doc__)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    every = [settings_for(plan, number, ranks) for number in range(len(plan.model))] if not plan.redraw else []
-    from mfu import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
-    from mfu.results import Writer, draw
+    from mfu import results
 
     if plan.redraw:
         with refused_by_rule():
-            print(draw(Path(plan.redraw)))
+            print(results.draw(Path(plan.redraw)))
         return
-    world = join_ranks(every[0])  # all models have the same division
-    writer = Writer(plan, world.device)
+    every = [settings_for(plan, number, ranks) for number in range(len(plan.model))]
+    from mfu.run import Comparison  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
+
+    world, rows = join_ranks(every[0]), list[results.Row]()  # all models have the same division
     for settings in every:
-        writer.add(run.compare(plan, settings, overlap, world))
-        gc.collect()  # a model and its optimizer refer to each other
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
-    writer.conclude()
+        rows += Comparison(plan, settings, overlap, world).rows()
+        table = results.write(plan, rows, world)  # after each model, so that none is lost
+    say(f"\n{table}\n {plan.out}/mfu.json, mfu.md, mfu.png")
+    missing = [row for row in rows if row["status"] != "ran" and row["variant"] != "async_tp"]
+    if missing:
+        reasons = "; ".join(f"{row['model']} {row['variant']}: {row['status']}" for row in missing)
+        raise RecipeError(f"--variants {','.join(plan.variants)}: not all of them ran: {reasons}")
 
 
 if __name__ == "__main__":

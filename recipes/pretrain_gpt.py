@@ -7,8 +7,6 @@ The text is read as bytes. Prints Megatron's iteration lines, the validation los
 sample of generated text. recipes/gpt has the parts; recipes/gpt/loop.py is where to begin.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -18,18 +16,14 @@ from gpt.program import run_program
 from gpt.settings import read_flags
 
 
-def train(arguments: list[str]) -> None:
-    """Read the flags and train.
-
-    Raises:
-        RecipeError: on every rank, for what the user can put right.
-    """
+def train() -> None:
+    """Read the flags and train. Raises RecipeError, on every rank, for what the user can put right."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    settings, overlap = read_flags(arguments, __doc__, ranks, torch.cuda.is_available())
+    settings, overlap = read_flags(sys.argv[1:], __doc__, ranks, torch.cuda.is_available())
     from gpt.loop import run  # imports Megatron-Core: seconds that --help and a wrong flag need not wait for
 
     run(settings, overlap)
 
 
 if __name__ == "__main__":
-    sys.exit(run_program("pretrain_gpt", lambda: train(sys.argv[1:])))
+    sys.exit(run_program("pretrain_gpt", train))

@@ -1,1 +1,1 @@
-"""The parts of recipes/pretrain_gpt.py; `torchrun recipes/pretrain_gpt.py` puts this package's folder on sys.path."""
+"""The parts of recipes/pretrain_gpt.py, which torchrun finds beside that file."""

@@ -1,8 +1,7 @@
 """Checkpoints by Megatron's dist_checkpointing, each whole or not there.
 
 A save writes `iter_0000100.tmp`, renames it to `iter_0000100` and then writes 100 into `latest_checkpointed_iteration.txt`. So a
-kill at any moment leaves the checkpoint before it in place. A checkpoint has 12 bytes for each parameter (on GPUs 14): the weight
-and AdamW's two moments in fp32, and the bf16 weight of the model. It loads with other parallel sizes, with overlap and without.
+kill at any moment leaves the checkpoint before it in place. It loads with other parallel sizes, with overlap and without.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
@@ -32,21 +30,17 @@ MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention
 
 def find(settings: Settings) -> Path | None:
     """The checkpoint that --load names, None without --load; collective. Rank 0 looks: on a network file system two nodes may see
-    different files.
-
-    Raises:
-        RecipeError: on every rank, where there is none, or --save cannot be written or has checkpoints of another run.
-    """
-    outcome: list[Any] = [None]
+    different files. Raises RecipeError, on every rank, where there is none, or --save cannot be written or has another run's."""
+    found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            outcome = [_find(settings)]
+            found = [_find(settings)]
         except RecipeError as error:
-            outcome = [error]
-    dist.broadcast_object_list(outcome)
-    if isinstance(outcome[0], RecipeError):
-        raise outcome[0]
-    return outcome[0]
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], RecipeError):
+        raise found[0]
+    return found[0]
 
 
 def _find(settings: Settings) -> Path | None:
@@ -57,9 +51,9 @@ def _find(settings: Settings) -> Path | None:
         except OSError as error:
             raise RecipeError(f"--save {settings.save} cannot be written: {error.strerror}") from error
         if not (settings.load and target in (source, source.parent)) and _newest(target):
+            way_out = "to continue it, or choose another folder"
             raise RecipeError(
-                f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} to continue it, or "
-                "choose another folder"
+                f"--save {settings.save} has checkpoints of an earlier run; add --load {settings.save} {way_out}"
             )
     if not settings.load:
         return None
@@ -90,10 +84,8 @@ def save(trainer: Trainer, iteration: int) -> None:
     try:
         dist_checkpointing.save(_state(trainer, is_loading=False) | run, str(draft))
     except CheckpointException as error:  # Megatron tells all ranks
-        free = shutil.disk_usage(draft).free / 2**30
-        raise RecipeError(
-            f"--save {target} cannot be written, with {free:.1f} GiB of disk free; make room and resume"
-        ) from error
+        free = f"{shutil.disk_usage(draft).free / 2**30:.1f} GiB of disk free"
+        raise RecipeError(f"--save {target} cannot be written, with {free}; make room and resume") from error
     overlap_train.check()  # a wait that gave up has left NaN in what was written
     dist.barrier()  # nor does rank 0 publish what another rank knows to be wrong
     if dist.get_rank() == 0:
@@ -106,22 +98,24 @@ def save(trainer: Trainer, iteration: int) -> None:
 
 
 def load(trainer: Trainer, folder: Path) -> int:
-    """Restore the state of a checkpoint and return the number of steps that it has seen; collective.
-
-    Raises:
-        RecipeError: on every rank, where it is of another model.
-    """
-    run, now = dist_checkpointing.load_common_state_dict(str(folder)), asdict(trainer.settings)
+    """Restore the state of a checkpoint and return the number of steps that it has seen; collective. Raises RecipeError, on every
+    rank, where it is of another model."""
+    run = dist_checkpointing.load_common_state_dict(str(folder))
     for name in MODEL:
-        if run["settings"][name] != now[name]:
-            raise RecipeError(
-                f"--load {folder}: the checkpoint was saved with {flag(name)} {run['settings'][name]}, this run has "
-                f"{now[name]}; pass {flag(name)} {run['settings'][name]}"
-            )
-    _make_describable(trainer.optimizer)
+        saved, now = run["settings"][name], getattr(trainer.settings, name)
+        if saved != now:
+            raise RecipeError(f"--load {folder} was saved with {flag(name)} {saved}, this run has {now}; pass {saved}")
+    # Megatron wraps the distributed optimizer of a dense model alone in a ChainedOptimizer.
+    (optimizer, *others) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+    is_distributed = isinstance(optimizer, DistributedOptimizer) and not others
+    if is_distributed:
+        _make_describable(optimizer.optimizer)
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
     trainer.bare.load_state_dict(state["model"])
-    _load_optimizer(trainer.optimizer, state["optimizer"])
+    if is_distributed:
+        _load_distributed(optimizer, state["optimizer"])
+    else:
+        trainer.optimizer.load_state_dict(state["optimizer"])
     # Megatron's schedule counts samples, of which this run may have another number in a step.
     samples = {"num_steps": run["iteration"] * trainer.settings.global_batch_size}
     trainer.schedule.load_state_dict(state["opt_param_scheduler"] | samples)
@@ -141,39 +135,25 @@ def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "opt_param_scheduler": trainer.schedule.state_dict()}
 
 
-# Megatron's distributed optimizer with torch's AdamW inside (no Apex, no TransformerEngine). Apex and TransformerEngine count the
-# steps once for each parameter group, torch's AdamW in a tensor for each parameter. Megatron-Core 0.16 to 0.19 mistreats that
-# tensor in three ways: it cannot describe a fresh optimizer for loading (`assert len(steps) == 1`), it looks for the tensor among
-# the stored ones (`KeyError: 'step'`), and it gives one tensor to all parameters, each of which then adds to it at every step.
+# Apex and TransformerEngine count the steps once for each parameter group, torch's AdamW in a tensor for each parameter.
+# Megatron-Core 0.16 to 0.19 mistreats that tensor in three ways: its distributed optimizer cannot describe a fresh AdamW for
+# loading (`assert len(steps) == 1`), looks for the tensor among the stored ones (`KeyError: 'step'`), and gives one tensor to all
+# parameters, each of which then adds to it at every step.
 
 
-def _make_describable(optimizer: MegatronOptimizer) -> None:
-    """Before loading: give each parameter of a distributed optimizer that has no state one of zeros."""
-    if (distributed := _distributed(optimizer)) is None:
-        return
-    adam = distributed.optimizer
+def _make_describable(adam: torch.optim.Optimizer) -> None:
     for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
         if not adam.state[parameter]:
             moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Load what dist_checkpointing.load returned; takes `param_state` out of `state`."""
-    if (distributed := _distributed(optimizer)) is None:
-        optimizer.load_state_dict(state)
-        return
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
     moments = state.pop("param_state")
-    distributed.load_state_dict(state)
-    states = list(distributed.optimizer.state.values())
+    optimizer.load_state_dict(state)
+    states = list(optimizer.optimizer.state.values())
     steps = [entry.pop("step", None) for entry in states]  # Megatron looks only for what is here
-    distributed.load_parameter_state_from_fully_reshardable(moments)
+    optimizer.load_parameter_state_from_fully_reshardable(moments)
     for entry, step in zip(states, steps, strict=True):
         if step is not None:
             entry["step"] = step.clone()
-
-
-def _distributed(optimizer: MegatronOptimizer) -> DistributedOptimizer | None:
-    """The distributed optimizer of a dense model, which Megatron wraps alone in a ChainedOptimizer."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return parts[0] if len(parts) == 1 and isinstance(parts[0], DistributedOptimizer) else None

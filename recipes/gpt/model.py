@@ -36,12 +36,42 @@ def build_model(
     block_spec: whose modules; others: what these need in TransformerConfig. The initial weights depend on `settings.seed`; those
     of the small model are the same for every tp and cp. Raises RecipeError where Megatron-Core or enable() refuses.
     """
+    on_gpu, is_full = device.type == "cuda", settings.recompute == "full"
     if settings.cuda_graph:  # lets a capture switch between Megatron's random states, which draw the same numbers
         initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
     tensor_parallel.model_parallel_cuda_manual_seed(settings.seed)
     torch.manual_seed(settings.seed)
     with refused_by_rule():
-        config = transformer_config(settings, device.type == "cuda", others or {})
+        config = TransformerConfig(
+            **{name: getattr(settings, name) for name in AS_NAMED},
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=F.silu,
+            add_bias_linear=False,
+            hidden_dropout=0.0,  # so that a resumed run needs no random state
+            attention_dropout=0.0,
+            bf16=on_gpu,
+            params_dtype=torch.bfloat16 if on_gpu else torch.float32,
+            tensor_model_parallel_size=settings.tp,
+            sequence_parallel=settings.tp > 1,
+            context_parallel_size=settings.cp,
+            cp_comm_type="a2a" if settings.cp > 1 else None,
+            # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every
+            # tensor-parallel size; billions of them would take minutes.
+            use_cpu_initialization=settings.model == SMALL,
+            deterministic_mode=settings.deterministic > 0,
+            recompute_granularity=None if settings.recompute == "none" else settings.recompute,
+            recompute_method="uniform" if is_full else None,  # of a whole layer only the input is kept
+            recompute_num_layers=1 if is_full else None,
+            # Experts side by side on every rank, each cut by tensor parallelism.
+            moe_ffn_hidden_size=settings.ffn_hidden_size if settings.num_moe_experts else None,
+            moe_token_dispatcher_type="alltoall",
+            # Fusions that need Apex, or a compiler on the user's machine, stay off.
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            **others or {},
+        )
         model = GPTModel(
             config,
             block_spec(config),
@@ -56,38 +86,3 @@ def build_model(
                 overlap = replace(overlap, slots=tuple(slot for slot in overlap.slots if slot not in ("fc1", "fc2")))
             enable(model, overlap)
     return model
-
-
-def transformer_config(settings: Settings, on_gpu: bool, others: Mapping[str, Any]) -> TransformerConfig:
-    """Megatron's description of the model, with these other fields. No dropout, so a resumed run needs no random state."""
-    is_full = settings.recompute == "full"
-    return TransformerConfig(
-        **{name: getattr(settings, name) for name in AS_NAMED},
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=on_gpu,
-        params_dtype=torch.bfloat16 if on_gpu else torch.float32,
-        tensor_model_parallel_size=settings.tp,
-        sequence_parallel=settings.tp > 1,
-        context_parallel_size=settings.cp,
-        cp_comm_type="a2a" if settings.cp > 1 else None,
-        # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every
-        # tensor-parallel size; billions of them would take minutes.
-        use_cpu_initialization=settings.model == SMALL,
-        deterministic_mode=settings.deterministic > 0,
-        recompute_granularity=None if settings.recompute == "none" else settings.recompute,
-        recompute_method="uniform" if is_full else None,  # of a whole layer only the input is kept
-        recompute_num_layers=1 if is_full else None,
-        # Experts side by side on every rank, each cut by tensor parallelism.
-        moe_ffn_hidden_size=settings.ffn_hidden_size if settings.num_moe_experts else None,
-        moe_token_dispatcher_type="alltoall",
-        # Fusions that need Apex, or a compiler on the user's machine, stay off.
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        **others,
-    )

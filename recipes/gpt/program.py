@@ -41,8 +41,8 @@ def refused_by_rule() -> Iterator[None]:
 
 
 def join_ranks(settings: Settings) -> World:
-    """Start torch.distributed, if it is not, over the ranks of torchrun or over this process alone, and divide the ranks into
-    Megatron-Core's groups.
+    """Start torch.distributed over the ranks of torchrun or over this process alone, and divide the ranks into Megatron-Core's
+    groups.
 
     Raises:
         RecipeError: this node has more ranks than GPUs.
@@ -51,12 +51,8 @@ def join_ranks(settings: Settings) -> World:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
         torch.use_deterministic_algorithms(True)
     minutes = settings.distributed_timeout_minutes
-    if dist.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        world = World(dist.group.WORLD, device, dist.get_rank(), dist.get_world_size())
-    else:
-        with refused_by_rule():
-            world = join(may_be_alone=True, minutes=minutes)
+    with refused_by_rule():
+        world = join(may_be_alone=True, minutes=minutes)
     run_without_cuda()
     from megatron.core import parallel_state
 
@@ -68,8 +64,12 @@ def join_ranks(settings: Settings) -> World:
 
 def run_program(name: str, work: Callable[[], None]) -> int:
     """Call `work` in this process of the program `name`; returns the exit status."""
+    # What asks nothing of the user: that Apex and TransformerEngine are missing, and that names are deprecated.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron|torch\.distributed\.checkpoint")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    for talker in TALKATIVE:
+        logging.getLogger(f"megatron.core.{talker}").setLevel(logging.ERROR)
     refusal = None
-    _hush_megatron()
     try:
         work()
     except RecipeError as error:
@@ -86,34 +86,18 @@ def run_program(name: str, work: Callable[[], None]) -> int:
         _abandon(name, f"a collective of Megatron's or torch's own lost a rank: {str(error).splitlines()[0]}")
     if refusal is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         tell(f"{name}: error: {refusal}")
-    _leave()
+    if dist.is_initialized():  # groups have threads, which may abort the interpreter at its end
+        shutdown()
+        sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()
     return 0 if refusal is None else 2
-
-
-def _hush_megatron() -> None:
-    """Drop what asks nothing of the user: that Apex and TransformerEngine are missing, and that names are deprecated."""
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    for name in TALKATIVE:
-        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 
 def say(text: str) -> None:
     """Print one line from rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-def _leave() -> None:
-    """Free symmetric memory and the process groups, whose threads may abort the interpreter at its end; collective."""
-    if dist.is_initialized():
-        shutdown()
-        state = sys.modules.get("megatron.core.parallel_state")
-        if state is not None:
-            state.destroy_model_parallel()
-        dist.destroy_process_group()
-        gc.collect()
 
 
 def _abandon(name: str, problem: str) -> None:

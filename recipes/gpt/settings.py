@@ -12,30 +12,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import psutil
-
 from gpt.program import RecipeError, refused_by_rule
-from overlap_train import OverlapConfig
-from overlap_train.flags import (
-    Parser,
-    add_flags,
-    add_options,
-    from_args,
-    option,
-    option_fields,
-    positive_float,
-    positive_int,
-    positive_int_or_0,
-    read_config,
-    shown,
-)
+from overlap_train import OverlapConfig, flags
+from overlap_train.flags import option, shown
 from overlap_train.tools.measure import models
 
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/pretrain_gpt.py [flags]"
 SMALL = "small"
 RECOMPUTE = ("none", "selective", "full")
 ON_CPUS = ("auto", "chunked", "collective")  # methods that need no kernels
-_positive, _count = partial(option, parse=positive_int), partial(option, parse=positive_int_or_0)
+_positive, _count = partial(option, parse=flags.positive_int), partial(option, parse=flags.positive_int_or_0)
 
 
 @dataclass(frozen=True)
@@ -46,32 +32,29 @@ class Settings:
     """
 
     text: str = option("", "file to train on; without it, the topics of Python's own help()")
-    model: str = option(SMALL, "small, or a published model; sets the defaults of the flags below")
+    model: str = option(SMALL, "small, or (GPUs) a published model; sets the defaults of the flags below")
     num_layers: int = _positive(4, "transformer layers")
     hidden_size: int = _positive(128, "width of the residual stream")
     ffn_hidden_size: int = _positive(384, "width inside the SwiGLU MLP, or inside each expert")
     num_attention_heads: int = _positive(8, "query heads")
     num_query_groups: int = _positive(4, "key and value heads (GQA)")
     seq_length: int = _positive(128, "bytes in a sample")
-    tp: int = _count(
-        0, "tensor-parallel ranks, with sequence parallelism; 0: as many as --cp and --num-query-groups allow"
-    )
+    tp: int = _count(0, "tensor-parallel ranks, sequence parallel too; 0: as many as --cp and --num-query-groups allow")
     cp: int = _positive(1, "context-parallel ranks (Ulysses): each has a part of every sequence")
     distributed_timeout_minutes: int = _positive(10, "how long Megatron's and torch's own collectives wait for a rank")
     micro_batch_size: int = _positive(8, "samples of one forward and backward pass on one rank")
     global_batch_size: int = _positive(16, "samples of one optimizer step, over all ranks")
     train_iters: int = _positive(400, "optimizer steps in all, those before --load included")
-    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", parse=positive_float)
+    lr: float = option(3e-3, "highest learning rate; a cosine ends at a tenth", parse=flags.positive_float)
     lr_warmup_iters: int = _count(30, "steps of linear warm-up, at most a quarter of --train-iters")
     recompute: str = option(
-        "none", "what backward computes again: nothing, the core attention, or whole layers", choices=RECOMPUTE
+        "none", "again in backward: nothing, the core attention, or whole layers", choices=RECOMPUTE
     )
     cuda_graph: int = _count(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
     deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
     seed: int = _count(1234, "seed of weights, data order and sample")
     log_interval: int = _positive(10, "steps between iteration lines")
-    eval_interval: int = _count(200, "steps between validations; 0: only at the end")
-    eval_iters: int = _positive(100, "most global batches in a validation")
+    eval_iters: int = _positive(100, "most global batches in the validation at the end")
     sample_bytes: int = _count(240, "bytes of generated text at the end; 0: none")
     save: str = option("", "folder to write checkpoints to")
     save_interval: int = _count(0, "steps between checkpoints; 0: only at the end")
@@ -90,39 +73,16 @@ class Settings:
     gradient_accumulation_fusion: bool = False
 
     @property
-    def replica_ranks(self) -> int:
-        """How many ranks train one model together. Replicas of them are data parallel."""
-        return self.tp * self.cp
-
-    @property
-    def head_width(self) -> int:
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
     def vocabulary_rows(self) -> int:
         """Rows of the embedding: the vocabulary rounded up to a multiple of 64 and of `tp`."""
         step = math.lcm(64, max(1, self.tp))
         return -(-self.vocab_size // step) * step
 
-    @property
-    def matrices(self) -> tuple[int, int]:
-        """How many weights the linears of a layer have: those of its attention, and those of its MLP or of one expert."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups  # q and output, k and v
-        return heads * self.head_width * self.hidden_size, 3 * self.ffn_hidden_size * self.hidden_size
-
-    @property
-    def parameters(self) -> int:
-        """How many parameters the model has: embedding and output layer, the matrices of each layer, routers, norms."""
-        (attention, mlp), experts = self.matrices, self.num_moe_experts or 0
-        norms = 2 * self.hidden_size + 2 * self.head_width * self.qk_layernorm
-        layer = attention + max(1, experts) * mlp + experts * self.hidden_size + norms
-        return self.num_layers * layer + 2 * self.vocab_size * self.hidden_size + self.hidden_size
-
 
 # How every published model is trained unless flags say otherwise.
 _PUBLISHED: dict[str, Any] = dict(
-    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, lr_warmup_iters=20, eval_interval=0,
-    eval_iters=4, sample_bytes=64,
+    seq_length=4096, micro_batch_size=1, global_batch_size=8, train_iters=200, lr=3e-4, lr_warmup_iters=20, eval_iters=4,
+    sample_bytes=64,
 )  # fmt: skip
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
 
@@ -147,7 +107,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # The small model gives a GPU something to do, too.
 _SMALL_ON_GPU: dict[str, Any] = dict(
     num_layers=8, hidden_size=1024, ffn_hidden_size=2816, num_attention_heads=16, num_query_groups=8, seq_length=1024,
-    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, lr_warmup_iters=20, eval_interval=50,
+    micro_batch_size=4, global_batch_size=16, train_iters=150, lr=6e-4, lr_warmup_iters=20,
 )  # fmt: skip
 
 
@@ -163,103 +123,64 @@ def defaults(on_gpu: bool, model: str = SMALL) -> Settings:
 def read_flags(
     arguments: list[str], description: str | None, ranks: int, on_gpu: bool
 ) -> tuple[Settings, OverlapConfig | None]:
-    """Settings that obey the rules, and the overlap that was asked for (None without --overlap-train).
-
-    Raises:
-        RecipeError: flags that are wrong by themselves, contradict each other, or ask for what this machine cannot do.
-    """
-    parser = Parser("pretrain_gpt", usage=USAGE, description=description)
+    """Settings that obey the rules, and the overlap that was asked for (None without --overlap-train). Raises RecipeError for
+    flags that are wrong by themselves, contradict each other, or ask for what this machine cannot do."""
+    parser = flags.Parser("pretrain_gpt", usage=USAGE, description=description)
     named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # --model decides the defaults of other flags
     named.add_argument("--model", default=SMALL)
     with refused_by_rule():
         initial = defaults(on_gpu, named.parse_known_args(arguments)[0].model)
-        add_flags(add_options(parser, initial))
-        args = parser.parse_args(arguments)
-        overlap = read_config(args)
-    settings = resolve(from_args(initial, args), ranks)
-    if problem := _machine_problem(settings, overlap, on_gpu):
+        args = flags.add_flags(flags.add_options(parser, initial)).parse_args(arguments)
+        overlap = flags.read_config(args)
+    settings = resolve(flags.from_args(initial, args), ranks)
+    if problem := _problem(settings, overlap, on_gpu):
         raise RecipeError(problem)
     return settings, overlap
 
 
-def resolve(settings: Settings, ranks: int, options: Any = Settings) -> Settings:
-    """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks.
-
-    options: the dataclass whose flags the program has.
-
-    Raises:
-        RecipeError: a rule is broken; the text names flag, value, rule and way out.
-    """
-    left = max(1, ranks // settings.cp)
+def resolve(settings: Settings, ranks: int) -> Settings:
+    """Settings with `tp` filled in and a warm-up that fits, once they obey the rules for so many ranks. Raises RecipeError where
+    a rule is broken."""
+    cp = settings.cp
+    tp = settings.tp or math.gcd(max(1, ranks // cp), settings.num_query_groups)
     warm_up = min(settings.lr_warmup_iters, settings.train_iters // 4)
-    tp = settings.tp or math.gcd(left, settings.num_query_groups)
     settings = replace(settings, tp=tp, lr_warmup_iters=warm_up)
-    if problem := _problem(settings, ranks, options) or (settings.cuda_graph and graph_problem(settings)):
-        raise RecipeError(problem)
-    return settings
-
-
-def _problem(settings: Settings, ranks: int, options: Any) -> str | None:
-    """Which rule is broken, in the words of a program with these flags."""
-    flags = {found.name for found in option_fields(options)}
-    if ranks % settings.replica_ranks:
-        sizes = ", ".join(shown(settings, name) for name in ("tp", "cp") if name in flags)
-        return f"{sizes}: their product {settings.replica_ranks} does not divide the {ranks} ranks started; change one of them"
+    if ranks % (tp * cp):
+        product = f"--tp {tp}, --cp {cp}: their product {tp * cp}"
+        raise RecipeError(f"{product} does not divide the {ranks} ranks started; change one of them")
+    batch = settings.micro_batch_size * (ranks // (tp * cp))
     # Ulysses gives every rank whole sequences of an equal part of the heads, and cuts a sequence into two parts for each rank.
-    heads, parts = settings.tp * settings.cp, settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
     for name, divisor, why in (
         ("hidden_size", 2 * settings.num_attention_heads if not settings.kv_channels else 1, "heads of an even width"),
         ("num_attention_heads", settings.num_query_groups, "--num-query-groups: query heads share keys evenly"),
-        ("num_query_groups", settings.tp, "--tp: every rank has an equal part"),
-        ("num_attention_heads", heads, "--tp times --cp: every rank has an equal part"),
-        ("ffn_hidden_size", settings.tp, "--tp: every rank has an equal part"),
-        ("seq_length", parts, "the equal parts of a sequence that --tp and --cp make"),
-        (
-            "global_batch_size",
-            settings.micro_batch_size * (ranks // settings.replica_ranks),
-            "--micro-batch-size times the data-parallel replicas",
-        ),
+        ("num_query_groups", tp, "--tp: every rank has an equal part"),
+        ("num_attention_heads", tp * cp, "--tp times --cp: every rank has an equal part"),
+        ("ffn_hidden_size", tp, "--tp: every rank has an equal part"),
+        ("seq_length", tp * (2 * cp if cp > 1 else 1), "the equal parts of a sequence that --tp and --cp make"),
+        ("global_batch_size", batch, "--micro-batch-size times the data-parallel replicas"),
     ):
         if getattr(settings, name) % divisor:
-            value = f"{name}={getattr(settings, name)} of --model {settings.model}"
-            value = shown(settings, name) if name in flags else value
-            return f"{value} must be a multiple of {divisor}, {why}; change one of them"
+            value = f"{shown(settings, name)} (--model {settings.model})"
+            raise RecipeError(f"{value} must be a multiple of {divisor}, {why}; change one of them")
+    return settings
+
+
+def _problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) -> str | None:
+    """Which flags contradict each other, or what this machine without GPUs cannot do."""
     if settings.save_interval and not settings.save:
         return f"{shown(settings, 'save_interval')} without --save would save nothing; add --save DIR"
-    return None
-
-
-def graph_problem(settings: Settings) -> str | None:
-    """Why the passes of this model cannot be captured into a CUDA graph, or None."""
-    for name, plain, reason in (
-        ("recompute", settings.recompute == "none", "it reads the random state; use none"),
-        (
-            "model",
-            not settings.num_moe_experts,
-            "the host reads how many tokens each expert gets; choose one without experts",
-        ),
-    ):
-        if not plain:
-            return f"{shown(settings, name)} cannot be captured into a CUDA graph: {reason}"
-    return None
-
-
-def _machine_problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) -> str | None:
-    """What these ranks, or this machine without GPUs, cannot do."""
+    if settings.cuda_graph and settings.recompute != "none":
+        return f"{shown(settings, 'recompute')} reads the random state, which no CUDA graph captures; use none"
+    if settings.cuda_graph and settings.num_moe_experts:
+        return f"{shown(settings, 'model')}: the host reads how many tokens an expert gets, so leave out --cuda-graph"
     if overlap is not None and settings.tp * settings.cp == 1 and overlap.on_unsupported == "error":
         return "--overlap-train with --tp 1 and --cp 1: there is nothing to overlap; start more ranks, or leave it out"
-    if on_gpu:
-        return None
-    if overlap is not None and overlap.method not in ON_CPUS:
-        return f"--overlap-train-method {overlap.method} needs GPUs, and there are none; choose one of {', '.join(ON_CPUS)}"
-    if settings.cuda_graph:
-        return f"{shown(settings, 'cuda_graph')} needs GPUs, and there are none; leave it out"
-    if settings.num_moe_experts:
-        return f"{shown(settings, 'model')} has experts, which Megatron-Core runs on GPUs only; choose another model"
-    needed, free = 16 * settings.parameters / 2**30, psutil.virtual_memory().available / 2**30  # fp32 with two moments
-    if needed > free:
-        return (
-            f"{shown(settings, 'model')} with {shown(settings, 'num_layers')} takes {needed:.0f} GiB to train on CPUs, and "
-            f"{free:.0f} GiB are free; choose GPUs, --model {SMALL}, or fewer and narrower layers"
-        )
+    needs_gpus = {
+        "--cuda-graph": settings.cuda_graph,
+        shown(settings, "model"): settings.model != SMALL,
+        f"--overlap-train-method {overlap and overlap.method}": overlap and overlap.method not in ON_CPUS,
+    }
+    for given, is_given in needs_gpus.items():
+        if is_given and not on_gpu:
+            return f"{given} needs GPUs, and there are none; leave it out"
     return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -30,31 +30,95 @@ WEIGHT_DECAY, CLIP_GRAD, LOWEST_LR = 0.1, 1.0, 0.1  # the last: as a part of the
 EAGER_STEPS = 3  # before a capture: kernels compile, NCCL connects and symmetric memory is allocated
 
 
-@dataclass
 class Trainer:
-    """A model with its optimizer and learning-rate schedule. `bare` owns the parameters and the checkpoint keys; `trained` is the
-    same model in Megatron's wrappers. stream: the one to train in, with --cuda-graph 1."""
+    """A model in Megatron's DDP with fp32 gradients, AdamW, and a warm-up with a cosine after it. On GPUs gradients are reduced
+    during the backward pass, and the optimizer is distributed over data-parallel ranks. `bare` owns the parameters and the
+    checkpoint keys; `trained` is the same model in Megatron's wrappers.
 
-    settings: Settings
-    bare: GPTModel
-    trained: DistributedDataParallel
-    optimizer: MegatronOptimizer
-    schedule: OptimizerParamScheduler
-    stream: torch.cuda.Stream | None
+    With --cuda-graph 1 the first steps run eagerly. Then all passes of a step are captured, on copies of the micro-batches
+    (`inputs`), over which later steps copy their own. Megatron's full_cuda_graph.py does so once in a process, and compare_mfu
+    has several models in one.
+    """
+
+    def __init__(self, settings: Settings, model: GPTModel) -> None:
+        self.settings, self.bare, self.samples = settings, model, settings.global_batch_size
+        self.eager_steps = EAGER_STEPS if settings.cuda_graph else math.inf  # that are left
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.inputs: Sequence[Batch] = ()
+        self.total = torch.empty(2)  # (Σ nats, Σ bytes), which the graph writes
+        # DDP keeps the nodes that collect gradients. They run in the stream in which DDP was built: the one that is captured.
+        self.stream = torch.cuda.Stream() if settings.cuda_graph else None
+        config, lowest = model.config, LOWEST_LR * settings.lr
+        is_reduced_early = config.bf16 and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=is_reduced_early, use_distributed_optimizer=config.bf16
+        )
+        with on_stream(self.stream):
+            self.trained = DistributedDataParallel(config, ddp, Float16Module(config, model) if config.bf16 else model)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=settings.lr, min_lr=lowest, weight_decay=WEIGHT_DECAY, adam_beta1=0.9, adam_beta2=0.95,
+                clip_grad=CLIP_GRAD, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=config.bf16,
+            ),
+            [self.trained],
+        )  # fmt: skip
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if is_reduced_early:
+            config.no_sync_func = self.trained.no_sync
+        self.schedule = OptimizerParamScheduler(  # counts samples
+            self.optimizer, init_lr=0.0, max_lr=settings.lr, min_lr=lowest, lr_decay_style="cosine", wd_incr_style="constant",
+            lr_warmup_steps=settings.lr_warmup_iters * self.samples, lr_decay_steps=settings.train_iters * self.samples,
+            start_wd=WEIGHT_DECAY, end_wd=WEIGHT_DECAY, wd_incr_steps=settings.train_iters * self.samples,
+            use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+        )  # fmt: skip
 
     def step(self, batches: Iterator[Batch]) -> tuple[torch.Tensor, float]:
         """Train on a global batch; returns (Σ nats, Σ bytes) of this replica's part as a tensor [2], and the gradient norm."""
         self.optimizer.zero_grad()
         total = self.forward_backward(batches)
         _, grad_norm, _ = self.optimizer.step()
-        self.schedule.step(increment=self.settings.global_batch_size)
+        self.schedule.step(increment=self.samples)
         return total, 0.0 if grad_norm is None else float(grad_norm)
 
     def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Replace the gradients by those of a global batch, reduced; returns Σ nats and Σ bytes as above."""
-        self.trained.train()
-        self.trained.zero_grad_buffer()
-        return self._run(batches, forward_only=False)
+        """Replace the gradients by those of a global batch, reduced; returns Σ nats and Σ bytes as above. Raises
+        OverlapTimeoutError where a wait in an earlier replay has given up."""
+        taken = list(islice(batches, micro_batches(self.settings)))
+        if self.graph is None and self.eager_steps > 0:
+            self.eager_steps -= 1
+            with on_stream(self.stream):
+                return self._train(taken)
+        if self.graph is None:
+            self.capture(taken)
+        assert self.graph is not None
+        overlap_train.check()  # a replay raises nothing itself
+        for kept, batch in zip(self.inputs, taken, strict=True):
+            for key, value in kept.items():
+                value.copy_(batch[key], non_blocking=True)
+        self.graph.replay()
+        return self.total.clone()  # the next replay writes over it
+
+    def capture(self, batches: Sequence[Batch]) -> None:
+        """Capture the passes of a global batch, once, after the eager steps. Nothing runs, so gradients stay as they are."""
+        graph = torch.cuda.CUDAGraph()
+        inputs = [{key: value.clone() for key, value in batch.items()} for batch in batches]
+        for state in get_all_rng_states().values():
+            graph.register_generator_state(state)
+        gc.collect()  # freeing memory during a capture may end it
+        torch.cuda.synchronize()
+        # thread_local: NCCL's watchdog and autograd's threads go on calling CUDA
+        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
+        with capture, graphed_model(self.bare):
+            self.total = self._train(inputs)
+        self.graph, self.inputs = graph, inputs
+
+    def release(self) -> None:
+        """Free the graph, which NCCL's end would wait for; the next call captures again."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
+        self.graph, self.inputs = None, ()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], steps: int) -> float:
@@ -62,8 +126,10 @@ class Trainer:
         self.trained.eval()
         return per_byte(sum(self._run(batches, forward_only=True) for _ in range(steps)))
 
-    def release(self) -> None:
-        """Free what the device must not hold when NCCL ends."""
+    def _train(self, batches: Sequence[Batch]) -> torch.Tensor:
+        self.trained.train()
+        self.trained.zero_grad_buffer()
+        return self._run(iter(batches), forward_only=False)
 
     def _run(self, batches: Iterator[Batch], forward_only: bool) -> torch.Tensor:
         losses = get_forward_backward_func()(
@@ -86,8 +152,7 @@ def _forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
 
 
 def _loss(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    total = (losses.float() * mask).sum()
-    count = mask.sum()
+    total, count = (losses.float() * mask).sum(), mask.sum()
     return total, count.to(torch.int), {"lm loss": torch.stack([total.detach(), count]).double()}
 
 
@@ -114,93 +179,3 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     caller.wait_stream(stream)
-
-
-def build_trainer(settings: Settings, model: GPTModel) -> Trainer:
-    """Wrap the model in DDP, with fp32 gradients, and give it AdamW with linear warm-up and a cosine. On GPUs gradients are
-    reduced during the backward pass and the optimizer is distributed over data-parallel ranks."""
-    config, lowest = model.config, LOWEST_LR * settings.lr
-    is_reduced_early = config.bf16 and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=is_reduced_early, use_distributed_optimizer=config.bf16
-    )
-    # DDP keeps the nodes that collect gradients, and these run in the stream in which DDP was built: the one that is captured.
-    stream = torch.cuda.Stream() if settings.cuda_graph else None
-    with on_stream(stream):
-        trained = DistributedDataParallel(config, ddp, Float16Module(config, model) if config.bf16 else model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam", lr=settings.lr, min_lr=lowest, weight_decay=WEIGHT_DECAY, adam_beta1=0.9, adam_beta2=0.95,
-            clip_grad=CLIP_GRAD, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=config.bf16,
-        ),
-        [trained],
-    )  # fmt: skip
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    if is_reduced_early:
-        config.no_sync_func = trained.no_sync
-    samples = settings.train_iters * settings.global_batch_size  # Megatron's schedule counts samples
-    schedule = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=settings.lr, min_lr=lowest,
-        lr_warmup_steps=settings.lr_warmup_iters * settings.global_batch_size, lr_decay_steps=samples, lr_decay_style="cosine",
-        start_wd=WEIGHT_DECAY, end_wd=WEIGHT_DECAY, wd_incr_steps=samples, wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
-    )  # fmt: skip
-    kind = GraphedTrainer if settings.cuda_graph else Trainer
-    return kind(settings, model, trained, optimizer, schedule, stream)
-
-
-@dataclass
-class GraphedTrainer(Trainer):
-    """Replays forward and backward of a whole step, from the zeroing of gradients to their reduction; the optimizer stays eager.
-
-    The first steps run eagerly. Then all passes are captured on copies of the micro-batches (`inputs`), over which later steps
-    copy their own. Megatron's own full_cuda_graph.py does so once in a process, and compare_mfu has several models in one.
-    """
-
-    eager_calls: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
-    inputs: list[Batch] = field(default_factory=list)  # of each micro-batch
-    total: torch.Tensor | None = None  # (Σ nats, Σ bytes) [2], which the graph writes
-
-    def forward_backward(self, batches: Iterator[Batch]) -> torch.Tensor:
-        """Do as Trainer.forward_backward. All ranks capture at the same call.
-
-        Raises:
-            OverlapTimeoutError: a wait in an earlier replay has given up.
-        """
-        taken = list(islice(batches, micro_batches(self.settings)))
-        if self.graph is None and self.eager_calls < EAGER_STEPS:
-            self.eager_calls += 1
-            with on_stream(self.stream):
-                return super().forward_backward(iter(taken))
-        if self.graph is None:
-            self.capture(taken)
-        assert self.graph is not None and self.total is not None
-        overlap_train.check()  # a replay raises nothing itself
-        for kept, batch in zip(self.inputs, taken, strict=True):
-            for key, value in kept.items():
-                value.copy_(batch[key], non_blocking=True)
-        self.graph.replay()
-        return self.total.clone()  # the next replay writes over it
-
-    def capture(self, batches: Sequence[Batch]) -> None:
-        """Capture the passes of a global batch, once, after the eager calls. Nothing runs, so gradients stay as they are."""
-        graph = torch.cuda.CUDAGraph()
-        inputs = [{key: value.clone() for key, value in batch.items()} for batch in batches]
-        for state in get_all_rng_states().values():
-            graph.register_generator_state(state)
-        gc.collect()  # freeing memory during a capture may end it
-        torch.cuda.synchronize()
-        # thread_local: NCCL's watchdog and autograd's threads go on calling CUDA
-        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
-        with capture, graphed_model(self.bare):
-            total = super().forward_backward(iter(inputs))
-        self.graph, self.inputs, self.total = graph, inputs, total
-
-    def release(self) -> None:
-        """Free the graph, which NCCL's end would wait for; the next call captures again."""
-        if self.graph is not None:
-            torch.cuda.synchronize()
-            self.graph.reset()
-        self.graph, self.inputs, self.total = None, [], None

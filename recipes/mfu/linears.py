@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,23 +21,19 @@ from overlap_train.tools.bench.async_tp import AsyncColumn, AsyncRow
 
 
 class Column(ColumnParallelLinear):
-    """x [s/W, b, K] -> [s, b, N/W] by its `stand_in`: a product of matrices x, w, and what this takes beside them."""
+    """x [s/W, b, K] -> [s, b, N/W] by its `stand_in`, a function of matrices x and w."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return _of_matrices(self, input, weight)
+        y = self.stand_in(input.flatten(0, 1), weight)
+        return y.view(-1, input.shape[1], y.shape[1])
 
 
 class Row(RowParallelLinear):
     """x [s, b, K/W] -> [s/W, b, N], likewise."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _of_matrices(self, input_, self.weight), None
-
-
-def _of_matrices(linear: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    product, given = linear.stand_in
-    y = product(x.flatten(0, 1), weight, given)
-    return y.view(-1, x.shape[1], y.shape[1])
+        y = self.stand_in(input_.flatten(0, 1), self.weight)
+        return y.view(-1, input_.shape[1], y.shape[1]), None
 
 
 def parallel_linears(model: torch.nn.Module) -> list[Any]:
@@ -48,8 +45,14 @@ def parallel_linears(model: torch.nn.Module) -> list[Any]:
 def use_async_tp(model: GPTModel) -> GPTModel:
     """Exchange the classes of the model's parallel linears, as enable() does."""
     for linear in parallel_linears(model):
-        _exchange(linear, AsyncColumn.apply, AsyncRow.apply, linear.tp_group)
+        is_column = isinstance(linear, ColumnParallelLinear)
+        function, linear.__class__ = (AsyncColumn, Column) if is_column else (AsyncRow, Row)
+        linear.stand_in = partial(_apply, function, linear.tp_group)
     return model
+
+
+def _apply(function: Any, given: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return function.apply(x, w, given)
 
 
 @contextlib.contextmanager
@@ -58,7 +61,9 @@ def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[No
     linears = parallel_linears(model) if wholes.ranks > 1 else []
     before = [(linear.__class__, getattr(linear, "stand_in", None)) for linear in linears]
     for linear in linears:
-        _exchange(linear, _ColumnAlone.apply, _RowAlone.apply, wholes)
+        is_column = isinstance(linear, ColumnParallelLinear)
+        linear.__class__ = Column if is_column else Row
+        linear.stand_in = partial(_apply, _Alone, (wholes, is_column))
     try:
         yield
     finally:
@@ -66,13 +71,9 @@ def without_communication(model: torch.nn.Module, wholes: Wholes) -> Iterator[No
             linear.__class__, linear.stand_in = was
 
 
-def _exchange(linear: Any, column: Any, row: Any, given: Any) -> None:
-    is_column = isinstance(linear, ColumnParallelLinear)
-    linear.__class__, linear.stand_in = Column if is_column else Row, (column if is_column else row, given)
-
-
 class Wholes:
-    """Whole tensors [M, K] in place of gathered shards [M/W, K]: W copies of the first call's shard."""
+    """Whole tensors [M, K] in place of gathered shards [M/W, K]: W copies of the first call's shard.
+    adds_in_place: whether weight gradients are added into main_grad inside the GEMM."""
 
     def __init__(self, ranks: int, adds_in_place: bool) -> None:
         self.ranks, self.adds_in_place = ranks, adds_in_place
@@ -84,44 +85,30 @@ class Wholes:
             self._kept[key] = shard.detach().repeat(self.ranks, 1)
         return self._kept[key]
 
-    def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """dyᵀ @ x [N, K], returned or added into w.main_grad, as the variant does."""
-        if not self.adds_in_place:
-            return dy.t() @ x
+
+class _Alone(torch.autograd.Function):
+    """Column: x [M/W, K], w [N/W, K] -> whole x @ wᵀ [M, N/W]. Row: x [M, K/W], w [N, K/W] -> the first M/W rows of x @ wᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, given: tuple[Wholes, bool]) -> torch.Tensor:
+        wholes, is_column = given
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.given = w, given  # a saved weight would come back as another object, without main_grad
+        return wholes.of(x) @ w.t() if is_column else (x @ w.t())[: len(x) // wholes.ranks]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (x,), w, (wholes, is_column) = ctx.saved_tensors, ctx.weight, ctx.given
+        rows = len(x)
+        if is_column:
+            x = wholes.of(x)
+        else:
+            dy = wholes.of(dy)
+        dx = (dy @ w)[:rows]
+        if not wholes.adds_in_place:
+            return dx, dy.t() @ x, None
         import fused_weight_gradient_mlp_cuda  # Apex's, or ours in its place: provide_accumulation_fusion
 
         fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(x, dy, w.main_grad)
         w.grad_added_to_main_grad = True
-        return torch.empty_like(w)
-
-
-class _ColumnAlone(torch.autograd.Function):
-    """x [M/W, K], w [N/W, K] -> whole @ wᵀ [M, N/W]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, wholes: Wholes) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.wholes = w, wholes  # a saved weight would come back as another object, without main_grad
-        return wholes.of(x) @ w.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
-        dx = dy @ ctx.weight
-        return dx[: len(x)], ctx.wholes.weight_gradient(dy, ctx.wholes.of(x), ctx.weight), None
-
-
-class _RowAlone(torch.autograd.Function):
-    """x [M, K/W], w [N, K/W] -> the first M/W rows of x @ wᵀ."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, wholes: Wholes) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.wholes = w, wholes
-        return (x @ w.t())[: len(x) // wholes.ranks]
-
-    @staticmethod
-    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
-        whole = ctx.wholes.of(dz)
-        return whole @ ctx.weight, ctx.wholes.weight_gradient(whole, x, ctx.weight), None
+        return dx, torch.empty_like(w), None

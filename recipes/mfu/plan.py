@@ -17,10 +17,7 @@ USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [fl
 
 # As many layers as leave room for three variants with their optimizers on four GPUs of 141 GB.
 FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2, "mixtral-8x7b": 1}
-
-
 AGAIN = " again"  # ends the name of what is trained a second time
-ONE_METHOD = tuple(method for method in METHODS if method not in ("auto", "collective"))
 
 # name: how tables and the picture call it, in their order: baselines first, ours last, the default last of all
 VARIANTS = {
@@ -33,14 +30,15 @@ VARIANTS = {
     "te_userbuffers": "TE userbuffers",
     "te_userbuffers_ring": "TE userbuffers, ring",
     "te_overlap": "overlap_train on TE",
-    **{method: f"overlap_train, {method} only" for method in ONE_METHOD},
+    **{method: f"overlap_train, {method} only" for method in METHODS if method not in ("auto", "collective")},
     "overlap": "overlap_train",
     "overlap_graph": "overlap_train, CUDA graph",
 }
-GRAPHS = {name: name.removesuffix("_graph") for name in VARIANTS if name.endswith("_graph")}  # what is captured
-USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
 DEFAULTS = ("megatron", "overlap", "async_tp")
 ULYSSES_DEFAULTS = ("nccl", "chunked", "fused", "direct", "overlap")
+USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
+# what has no context parallelism, and what to take instead
+NO_ULYSSES = {"megatron": "nccl", "megatron_graph": "nccl_graph", "async_tp": "nccl"} | dict.fromkeys(USERBUFFERS, "te")
 
 
 def bare(name: str) -> str:
@@ -48,32 +46,15 @@ def bare(name: str) -> str:
     return name.removesuffix(AGAIN)
 
 
-def label_of(name: str) -> str:
-    """How tables call a variant or a repetition."""
-    return VARIANTS[bare(name)] + name[len(bare(name)) :]
-
-
 def is_graph(name: str) -> bool:
     """Whether a variant, or its repetition, replays a CUDA graph."""
-    return bare(name) in GRAPHS
-
-
-def is_transformer_engine(name: str) -> bool:
-    """Whether it is built of TransformerEngine's modules."""
-    return bare(name).startswith("te")
+    return bare(name).endswith("_graph")
 
 
 def baseline_of(names: Collection[str], name: str) -> str | None:
     """What a variant is compared with: the first baseline among `names`. A graph is compared with a graph."""
     baselines = ("megatron_graph", "nccl_graph") if is_graph(name) else ("megatron", "nccl", "te")
     return next((baseline for baseline in baselines if baseline in names), None)
-
-
-def ulysses_problem(name: str) -> str | None:
-    """Why a variant has no context parallelism, and what to take; None: it has."""
-    if bare(name) in ("megatron", "megatron_graph", "async_tp"):
-        return f"this baseline has no context parallelism; take nccl{'_graph' if is_graph(name) else ''}"
-    return "userbuffers overlap tensor parallelism only; take te" if bare(name) in USERBUFFERS else None
 
 
 @dataclass(frozen=True)
@@ -99,8 +80,7 @@ class Plan:
     bitwise: bool = option(False, "deterministic kernels; train `overlap`, or --repeat, twice and compare to the bit")
     weight_gradient_fusion: str = option(
         "ours",
-        "who adds weight gradients into the fp32 buffer inside the GEMM: our linears only, or both sides "
-        "(Megatron's gradient_accumulation_fusion)",
+        "which linears add weight gradients into the fp32 buffer inside the GEMM: ours only, or Megatron's too",
         choices=("ours", "both"),
     )
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
@@ -126,11 +106,8 @@ class Plan:
 
 
 def read_flags(arguments: list[str], description: str | None = None) -> tuple[Plan, OverlapConfig]:
-    """The checked plan and the settings of the overlapped variant.
-
-    Raises:
-        RecipeError: a flag, model or variant is unknown, or flags do not go together.
-    """
+    """The checked plan and the settings of the overlapped variant. Raises RecipeError for what is unknown, or does not go
+    together."""
     parser = Parser("compare_mfu", usage=USAGE, description=description)
     add_flags(add_options(parser, Plan))
     with refused_by_rule():
@@ -158,22 +135,18 @@ def _problem(plan: Plan) -> str | None:
     for name in plan.repeat:
         if name not in plan.variants:
             return f"--repeat {name} is not one of the --variants {','.join(plan.variants)}; add it to them"
-    for name in plan.names:
-        if plan.cp > 1 and (problem := ulysses_problem(name)):
-            return f"--variants {name} with --cp {plan.cp}: {problem}"
-        if bare(name) in USERBUFFERS and (len(plan.model) > 1 or name.endswith(AGAIN)):
-            return (
-                f"--variants {bare(name)}: userbuffers are made once a process; give one --model and no --repeat of it"
-            )
+    for name in plan.variants:
+        if plan.cp > 1 and name in NO_ULYSSES:
+            return f"--variants {name} with --cp {plan.cp}: it has no context parallelism; take {NO_ULYSSES[name]}"
+        if name in USERBUFFERS and (len(plan.model) > 1 or name in plan.repeat):
+            return f"--variants {name}: userbuffers are made once a process; give one --model and no --repeat of it"
+        if is_graph(name) and any("num_moe_experts" in MODELS[model] for model in plan.model):
+            return f"--variants {name}: the host reads how many tokens an expert gets; choose a --model without experts"
     return None
 
 
 def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
-    """The recipe settings of the plan's model of this number.
-
-    Raises:
-        RecipeError: they break a rule of the recipe.
-    """
+    """The settings of the plan's model of this number. Raises RecipeError where they break a rule of the recipe."""
     tp = plan.tp or max(1, ranks // plan.cp)
     settings = replace(
         defaults(plan.model[number] != SMALL, plan.model[number]),
@@ -189,4 +162,4 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         deterministic=int(plan.bitwise),
         gradient_accumulation_fusion=plan.weight_gradient_fusion == "both",
     )
-    return resolve(settings, ranks, Plan)
+    return resolve(settings, ranks)

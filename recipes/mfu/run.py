@@ -7,22 +7,27 @@ be timed with cold caches, and its losses would not go on.
 from __future__ import annotations
 
 import gc
+import importlib
 import random
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
+from megatron.core.extensions import transformer_engine as megatron_te
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
 import overlap_train
 from gpt.data import Batch, batches, read_samples
+from gpt.model import build_model
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from gpt.training import GraphedTrainer, Trainer, micro_batches, per_byte
-from mfu.linears import Wholes, without_communication
-from mfu.plan import AGAIN, WARM_UP_STEPS, Plan, bare, is_graph, is_transformer_engine
-from mfu.variants import adds_in_place, build_variant, obstacle, release_userbuffers
+from gpt.training import Trainer, micro_batches, per_byte
+from mfu.linears import Wholes, use_async_tp, without_communication
+from mfu.plan import AGAIN, USERBUFFERS, WARM_UP_STEPS, Plan, bare, is_graph
+from mfu.results import Row, row_of
 from overlap_train import OverlapConfig
 from overlap_train.tools.measure.timing import Pace, measure
 from overlap_train.tools.measure.world import World
@@ -30,181 +35,205 @@ from overlap_train.tools.measure.world import World
 EXPOSED_BURST = 3
 
 
-@dataclass
 class Variant:
-    """A variant in training. Times are milliseconds, the slowest rank's; batches are all micro-batches, on the device."""
+    """A variant in training. Times are milliseconds, the slowest rank's; `data`: all micro-batches, on the device."""
 
-    name: str
-    trainer: Trainer
-    batches: Sequence[Batch]
-    start: torch.Tensor  # the fingerprint of its initial weights
-    wholes: Wholes
-    totals: list[torch.Tensor] = field(default_factory=list)  # (Σ nats, Σ bytes) of each step
-    step_ms: list[float] = field(default_factory=list)  # of each round
-    passes_ms: float | None = None  # forward and backward, without the optimizer
-    alone_ms: float | None = None  # and without the linears' communication
+    def __init__(self, name: str, settings: Settings, config: OverlapConfig | None, data: Sequence[Batch]) -> None:
+        self.name, self.data = name, data
+        self.trainer = build_variant(name, settings, config, data[0]["tokens"].device)
+        adds_in_place = settings.gradient_accumulation_fusion if config is None else config.main_grad == "accumulate"
+        self.wholes = Wholes(settings.tp, adds_in_place)
+        self.totals: list[torch.Tensor] = []  # (Σ nats, Σ bytes) of each step
+        self.step_ms: list[float] = []  # of each round
+        self.passes_ms: float | None = None  # forward and backward, without the optimizer
+        self.alone_ms: float | None = None  # and without the linears' communication
 
     def step(self, _: int = 0) -> None:
         """One optimizer step on the next global batch. A timed call is given an index, which means nothing here."""
-        total, _ = self.trainer.step(iter(self._micro_batches(len(self.totals))))
+        total, _ = self.trainer.step(iter(self.micro_batches(len(self.totals))))
         self.totals.append(total)
 
     def forward_backward(self, _: int = 0) -> None:
         """Gradients of the first global batch; weights stay as they are."""
-        self.trainer.forward_backward(iter(self._micro_batches(0)))
+        self.trainer.forward_backward(iter(self.micro_batches(0)))
 
     def forward_backward_alone(self, _: int = 0) -> None:
         """As forward_backward, without the communication of the linears."""
         with without_communication(self.trainer.bare, self.wholes):
             self.forward_backward()
 
-    def capture(self) -> None:
-        """Capture the passes of a graph variant; collective."""
-        assert isinstance(self.trainer, GraphedTrainer)
-        self.trainer.capture(self._micro_batches(0))
-
-    def losses(self) -> list[float]:
-        """Nats per byte of every step, over all replicas and parts of sequences; collective."""
-        return per_byte(torch.stack(self.totals))
-
-    def _micro_batches(self, step: int) -> Sequence[Batch]:
+    def micro_batches(self, step: int) -> Sequence[Batch]:
         count = micro_batches(self.trainer.settings)
-        return self.batches[step * count : (step + 1) * count]
+        return self.data[step * count : (step + 1) * count]
 
 
-@dataclass
-class Measured:
-    """What is known of one model. Keys are names of variants."""
+class Comparison:
+    """All variants of a model; every method is collective. Keys are names of variants and their repetitions."""
 
-    settings: Settings
-    absent: dict[str, str] = field(default_factory=dict)  # why a variant did not run
-    ran: dict[str, Variant] = field(default_factory=dict)
-    losses: dict[str, list[float]] = field(default_factory=dict)  # of each step
-    same: dict[str, bool] = field(default_factory=dict)  # whether a repeated variant ended with the same bits
+    def __init__(self, plan: Plan, settings: Settings, overlap: OverlapConfig, world: World) -> None:
+        self.plan, self.settings, self.overlap, self.world = plan, settings, overlap, world
+        self.absent: dict[str, str] = {}  # why a variant did not run
+        self.running: dict[str, Variant] = {}
+        self.weights: list[float] = []  # the fingerprint with which all start
+        stream = batches(read_samples(settings, is_held_out=False), 0, settings, world.device, is_trained=True)
+        # On the device before anything is timed.
+        self.data = list(islice(stream, settings.train_iters * micro_batches(settings)))
 
-    def median_ms(self, name: str) -> float:
-        return statistics.median(self.ran[name].step_ms)
+    def rows(self) -> list[Row]:
+        """Train and time every variant. Raises RecipeError where none runs."""
+        for name in self.plan.names:
+            self.attempt(name, self.start)
+        for name in filter(is_graph, list(self.running)):  # not before the heap, which all share, has its size
+            self.attempt(name, lambda name: self.running[name].trainer.capture(self.running[name].micro_batches(0)))
+        self.train()
+        problem = self.world.attempt(self.time_without_communication)
+        if problem is not None:  # step times and losses are worth keeping
+            say(f" {self.settings.model}: exposed communication is unknown: {problem}")
+        rows = self.collect()
+        for variant in self.running.values():
+            variant.trainer.release()  # NCCL does not end while a graph holds its calls
+        self.running.clear()
+        if megatron_te.HAVE_TE:  # userbuffers must not outlive the process groups
+            importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
+        overlap_train.shutdown()  # the next model has symmetric memory of its own
+        self.free()
+        return rows
 
+    def start(self, name: str) -> None:
+        """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made."""
+        if bare(name).startswith("te") and not megatron_te.HAVE_TE:
+            raise RecipeError("TransformerEngine is not installed; leave this variant out of --variants")
+        if (bare(name) == "async_tp" or is_graph(name)) and self.world.device.type != "cuda":
+            raise RecipeError(f"{bare(name)} needs CUDA devices")
+        say(f" {self.settings.model}: building {name}")
+        variant = Variant(name, self.settings, overlap_of(name, self.overlap), self.data)
+        weights = fingerprint(variant.trainer.bare)
+        self.weights = self.weights or weights
+        if self.world.any(weights != self.weights):
+            raise RecipeError("it did not start from the weights of the first variant")
+        for _ in range(WARM_UP_STEPS):
+            variant.step()
+        overlap_train.check()
+        self.running[name] = variant
 
-def compare(plan: Plan, settings: Settings, overlap: OverlapConfig, world: World) -> Measured:
-    """Train and time every variant of a model; collective.
+    def train(self) -> None:
+        """Rounds of timed steps, each in another order. A variant that fails has no more turns."""
+        model, rounds = self.settings.model, self.plan.rounds
+        for turn in range(rounds):
+            for name in random.Random(turn).sample(list(self.running), len(self.running)):
+                self.attempt(name, self.take_turn)
+            if not self.running:
+                reasons = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
+                raise RecipeError(f"--model {model}: no variant can be trained here: {reasons}")
+            times = ", ".join(f"{name} {variant.step_ms[-1]:.1f}" for name, variant in self.running.items())
+            say(f" {model}: round {turn + 1}/{rounds}, ms a step: {times}")
 
-    Raises:
-        RecipeError: no variant runs.
-    """
-    measured = Measured(settings)
-    samples, _ = read_samples(settings, is_validated=False)
-    stream = batches(samples, 0, settings, world.device)
-    # On the device before anything is timed.
-    data = list(islice(stream, settings.train_iters * micro_batches(settings)))
-    for name in plan.names:
-        problem = obstacle(name, settings, world.device)
+    def take_turn(self, name: str) -> None:
+        variant, pace = self.running[name], Pace(1, self.plan.round_steps)
+        timings = measure({name: variant.step}, pace, self.world.group, self.world.device)
+        overlap_train.check()  # a wait that gave up in these steps has left NaN
+        variant.step_ms.append(timings[name].ms)
+
+    def attempt(self, name: str, work: Callable[[str], None]) -> None:
+        """Where work fails: go on without the variant, say why, and give the others its memory at once."""
+        problem = self.world.attempt(lambda: work(name))
         if problem is None:
-            say(f" {settings.model}: building {name}")
-            problem = world.attempt(lambda name=name: start(name, measured, overlap, data, world))
-        leave_out(name, problem, measured, world)
-    # Only now: all variants share a heap, which cannot grow once a graph knows it.
-    for name in [name for name in measured.ran if is_graph(name)]:
-        leave_out(name, world.attempt(measured.ran[name].capture), measured, world)
-    train_in_turns(plan, measured, world)
-    measured.losses = {name: run.losses() for name, run in measured.ran.items()}
-    for name, run in measured.ran.items():
-        if name.endswith(AGAIN) and bare(name) in measured.ran:
-            measured.same[name] = are_the_same(measured.ran[bare(name)], run, measured.losses, world)
-    problem = world.attempt(lambda: time_without_communication(plan, measured, world))
-    if problem is not None:  # step times and losses are worth keeping
-        say(f" {settings.model}: exposed communication is unknown: {problem}")
-    for run in measured.ran.values():
-        run.trainer.release()  # NCCL does not end while a graph holds its calls
-    release_userbuffers()
-    overlap_train.shutdown()  # the next model has symmetric memory of its own
-    return measured
+            return
+        problem = problem.removeprefix("RecipeError: ")
+        if "OutOfMemoryError" in problem:
+            way_out = "all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
+            problem = f"{problem.partition('. ')[0]}; {way_out}"
+        if name in self.running:
+            self.running.pop(name).trainer.release()
+        say(f" {self.settings.model}: without {name}: {problem}")
+        self.absent[name] = problem
+        self.free()
+        # After a wait that gave up every call would raise that again. Graphs hold addresses of the old memory.
+        if self.world.any("Overlap" in problem) and not any(map(is_graph, self.running)):
+            self.world.attempt(overlap_train.shutdown)
 
+    def free(self) -> None:
+        gc.collect()  # a model and its optimizer refer to each other
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
-def start(name: str, measured: Measured, overlap: OverlapConfig, data: Sequence[Batch], world: World) -> None:
-    """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made; collective."""
-    settings = measured.settings
-    trainer = build_variant(name, settings, overlap, world.device)
-    wholes = Wholes(settings.tp, adds_in_place(name, settings, overlap))
-    run = Variant(name, trainer, data, fingerprint(trainer.bare), wholes)
-    first = next(iter(measured.ran.values()), run)
-    if world.any(not torch.equal(first.start, run.start)):
-        raise RecipeError(f"it did not start from the weights of {first.name}")
-    for _ in range(WARM_UP_STEPS):
-        run.step()
-    overlap_train.check()
-    measured.ran[name] = run
+    def time_without_communication(self) -> None:
+        """Time forward and backward with and without the linears' communication, in turns; not of repetitions.
+
+        TransformerEngine's modules cannot run without, Ulysses' all-to-alls move data that the next GEMM needs, and of a graph
+        host time would show.
+        """
+        once = {name: variant for name, variant in self.running.items() if not name.endswith(AGAIN)}
+        calls = {name: variant.forward_backward for name, variant in once.items()}
+        for name, variant in once.items() if self.settings.cp == 1 else ():
+            if not (is_graph(name) or name.startswith("te")):
+                calls[f"{name}, alone"] = variant.forward_backward_alone
+        timings = measure(calls, Pace(3 if self.plan.quick else 5, EXPOSED_BURST), self.world.group, self.world.device)
+        for name, variant in once.items():
+            variant.passes_ms = timings[name].ms
+            variant.alone_ms = timings[f"{name}, alone"].ms if f"{name}, alone" in timings else None
+
+    def collect(self) -> list[Row]:
+        """A row for each variant and repetition. Losses are of every step, over all replicas and parts of sequences."""
+        losses = {name: per_byte(torch.stack(variant.totals)) for name, variant in self.running.items()}
+        same: dict[str, bool] = {}  # whether a repeated variant ended with the same bits on every rank
+        for name, variant in self.running.items():
+            if name.endswith(AGAIN) and (once := self.running.get(bare(name))) is not None:
+                weights = zip(once.trainer.bare.parameters(), variant.trainer.bare.parameters(), strict=True)
+                differ = losses[name] != losses[bare(name)] or not all(torch.equal(a, b) for a, b in weights)
+                same[name] = not self.world.any(differ)
+        return [row_of(self, name, losses, same.get(name)) for name in self.plan.names]
 
 
 @torch.no_grad()
-def fingerprint(model: torch.nn.Module) -> torch.Tensor:
-    """The sum of squares of each parameter, fp64 [parameters], the smallest first: TransformerEngine's modules have the same
-    parameters in another order."""
-    squares = [parameter.float().square().sum().double() for parameter in model.parameters()]
-    return torch.stack(squares).sort().values
+def fingerprint(model: torch.nn.Module) -> list[float]:
+    """The sum of squares of each parameter, the smallest first: TransformerEngine's modules have them in another order."""
+    return sorted(parameter.float().square().sum().item() for parameter in model.parameters())
 
 
-def train_in_turns(plan: Plan, measured: Measured, world: World) -> None:
-    """Rounds of timed steps, each in another order. A variant that fails has no more turns."""
-    for turn in range(plan.rounds):
-        for name in random.Random(turn).sample(list(measured.ran), len(measured.ran)):
-            problem = world.attempt(lambda name=name: take_turn(plan, measured.ran[name], world))
-            leave_out(name, problem, measured, world)
-        if not measured.ran:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in measured.absent.items())
-            raise RecipeError(f"--model {measured.settings.model}: no variant can be trained here: {reasons}")
-        times = ", ".join(f"{name} {run.step_ms[-1]:.1f}" for name, run in measured.ran.items())
-        say(f" {measured.settings.model}: round {turn + 1}/{plan.rounds}, ms a step: {times}")
+def build_variant(name: str, settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Trainer:
+    """The trainer of a variant; collective. Raises RecipeError where enable() refuses."""
+    variant, settings = bare(name), replace(settings, cuda_graph=int(is_graph(name)))
+    build = partial(build_model, settings, overlap, device)
+    if variant.startswith("te"):
+        ring = variant == "te_userbuffers_ring"
+        own = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": ring} if variant in USERBUFFERS else {}
+        model = build(partial(get_gpt_decoder_block_spec, use_transformer_engine=True), own)
+        if variant in USERBUFFERS:
+            name_userbuffers(model, settings, ring)
+    else:
+        model = use_async_tp(build()) if variant == "async_tp" else build()
+    return Trainer(settings, model)
 
 
-def take_turn(plan: Plan, run: Variant, world: World) -> None:
-    timings = measure({run.name: run.step}, Pace(1, plan.round_steps), world.group, world.device)
-    overlap_train.check()  # a wait that gave up in these steps has left NaN
-    run.step_ms.append(timings[run.name].ms)
+def overlap_of(name: str, overlap: OverlapConfig) -> OverlapConfig | None:
+    """The settings of a variant's overlapped linears; None: it has none."""
+    variant = bare(name).removesuffix("_graph")
+    if variant in ("megatron", "async_tp", "te", *USERBUFFERS):
+        return None
+    if variant in ("overlap", "te_overlap"):
+        return overlap
+    return overlap.by("collective" if variant == "nccl" else variant)
 
 
-def leave_out(name: str, problem: str | None, measured: Measured, world: World) -> None:
-    """Where there is a problem: go on without the variant, say why, and give the others its memory at once. Collective."""
-    if problem is None:
-        return
-    if "OutOfMemoryError" in problem:
-        what = problem.partition(". ")[0]
-        problem = (
-            f"{what}; all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
-        )
-    gone = measured.ran.pop(name, None)
-    if gone is not None:
-        gone.trainer.release()
-    del gone
-    say(f" {measured.settings.model}: without {name}: {problem}")
-    measured.absent[name] = problem
-    gc.collect()  # a model and its optimizer refer to each other
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-    # After a wait that gave up every call would raise that again. Graphs hold addresses of the old memory.
-    if world.any("Overlap" in problem) and not any(map(is_graph, measured.ran)):
-        world.attempt(overlap_train.shutdown)
+def name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None:
+    """Let a model's linears take TransformerEngine's communication buffers, made as Megatron-LM makes them (--tp-comm-overlap).
 
-
-def time_without_communication(plan: Plan, measured: Measured, world: World) -> None:
-    """Time forward and backward with and without the linears' communication, in turns; not of repetitions.
-
-    TransformerEngine's modules cannot run without, Ulysses' all-to-alls move data that the next GEMM needs, and of a graph host
-    time would show.
+    Needs TransformerEngine 2.7 or newer. A process can have one set, which has a communicator for each product of a transformer,
+    by name. So one set has both configurations: linears named fc1 and fc2 run by TransformerEngine's defaults, qkv and proj by
+    ring exchange for every scatter.
     """
-    once = {name: run for name, run in measured.ran.items() if not name.endswith(AGAIN)}
-    alone = [name for name in once if not (is_graph(name) or is_transformer_engine(name))]
-    calls = {name: run.forward_backward for name, run in once.items()}
-    if measured.settings.cp == 1:
-        calls |= {f"{name}, alone": once[name].forward_backward_alone for name in alone}
-    timings = measure(calls, Pace(3 if plan.quick else 5, EXPOSED_BURST), world.group, world.device)
-    for name, run in once.items():
-        run.passes_ms = timings[name].ms
-        run.alone_ms = timings[f"{name}, alone"].ms if f"{name}, alone" in timings else None
-
-
-def are_the_same(one: Variant, other: Variant, losses: dict[str, list[float]], world: World) -> bool:
-    """Equal losses at every step and equal weights at the end, bitwise and on every rank; collective."""
-    weights = zip(one.trainer.bare.parameters(), other.trainer.bare.parameters(), strict=True)
-    differ = losses[one.name] != losses[other.name] or not all(torch.equal(a, b) for a, b in weights)
-    return not world.any(differ)
+    base = importlib.import_module("transformer_engine.pytorch.module.base")
+    if base._ub_communicators is None:
+        ring = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=settings.tp)
+        base.initialize_ub(
+            shape=[settings.seq_length * settings.micro_batch_size, settings.hidden_size],
+            tp_size=settings.tp,
+            quantization_modes=[base.UserBufferQuantizationMode.NONE],
+            ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)},
+            bootstrap_backend="nccl",
+        )
+    column, row = ("qkv", "proj") if is_ring else ("fc1", "fc2")
+    for module in model.modules():
+        if getattr(module, "ub_name", None) is not None:
+            module.ub_name = row if module.parallel_mode == "row" else column

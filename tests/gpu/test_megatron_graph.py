@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from gpt.data import Batch, part_of_rank
 from gpt.model import build_model
 from gpt.settings import Settings, defaults
-from gpt.training import EAGER_STEPS, GraphedTrainer, Trainer, build_trainer, micro_batches
+from gpt.training import EAGER_STEPS, Trainer, micro_batches
 from overlap_train import OverlapConfig, all_gather_linear, check, forget_graphs
 from overlap_train.config import SLOTS
 from overlap_train.integrations.megatron import report
@@ -64,9 +64,9 @@ def batches(settings: Settings, device: torch.device, seed: int = 0) -> Iterator
 
 
 @pytest.fixture
-def trainers() -> Iterator[list[GraphedTrainer]]:
+def trainers() -> Iterator[list[Trainer]]:
     """Those put into the list are freed at the end, also after a failure: NCCL does not end while a graph holds its calls."""
-    made: list[GraphedTrainer] = []
+    made: list[Trainer] = []
     yield made
     for trainer in made:
         trainer.release()
@@ -75,7 +75,7 @@ def trainers() -> Iterator[list[GraphedTrainer]]:
 
 
 def trainer_of(settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Trainer:
-    return build_trainer(settings, build_model(settings, overlap, device))
+    return Trainer(settings, build_model(settings, overlap, device))
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("is_overlapped", [True, False], ids=["overlapped", "Megatron's linears"])
 def test_replays_are_like_eager_passes(
     settings: Settings,
-    trainers: list[GraphedTrainer],
+    trainers: list[Trainer],
     device: torch.device,
     provider: str,
     method: str,
@@ -97,7 +97,6 @@ def test_replays_are_like_eager_passes(
     overlap = OverlapConfig(method=method, provider=provider, timeout_s=wait_s) if is_overlapped else None
     eager = trainer_of(settings, overlap, device)
     graphed = trainer_of(replace(settings, cuda_graph=1), overlap, device)
-    assert isinstance(graphed, GraphedTrainer)
     trainers.append(graphed)
     ours, theirs = batches(settings, device), batches(settings, device)
     for number in range(EAGER_STEPS + REPLAYS):

@@ -50,34 +50,14 @@ def destroy_ub() -> None:
     _buffers = None
 
 
-class _Gather(torch.autograd.Function):
+def _gather(x: torch.Tensor, group: Any) -> torch.Tensor:
     """x [M/W, K] -> [M, K]; its backward scatters the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        whole = x.new_empty(len(x) * dist.get_world_size(group), x.shape[1])
-        dist.all_gather_into_tensor(whole, x, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Scatter.apply(grad, ctx.group), None
+    return torch.cat(differentiable.all_gather(x, group=group))
 
 
-class _Scatter(torch.autograd.Function):
+def _scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        own = x.new_empty(len(x) // dist.get_world_size(group), x.shape[1])
-        dist.reduce_scatter_tensor(own, x.contiguous(), group=group)
-        return own
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Gather.apply(grad.contiguous(), ctx.group), None
+    return differentiable.all_reduce(x, group=group).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
 class Linear(torch.nn.Module):
@@ -100,9 +80,9 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         is_column = self.parallel_mode == "column"
-        whole = _Gather.apply(x, self.group) if is_column else F.linear(x, self.weight)
+        whole = _gather(x, self.group) if is_column else F.linear(x, self.weight)
         assert not self.ub_name or list(whole.shape) == _buffers, f"{self.ub_name}: buffers of {_buffers}"
-        return F.linear(whole, self.weight) if is_column else _Scatter.apply(whole, self.group)
+        return F.linear(whole, self.weight) if is_column else _scatter(whole, self.group)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -133,7 +113,7 @@ class DotProductAttention(torch.nn.Module):
         if self.group is None:
             return _causal(q, k, v)
         world = dist.get_world_size(self.group)
-        whole = [torch.cat(differentiable.all_gather(x, group=self.group)) for x in (q, k, v)]
+        whole = [_gather(x, self.group) for x in (q, k, v)]
         chunks = torch.arange(len(q) * world).view(2 * world, -1)
         held = torch.cat([chunks[[rank, 2 * world - 1 - rank]].flatten() for rank in range(world)])
         out = _causal(*(x[held.argsort()] for x in whole))

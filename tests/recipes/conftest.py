@@ -1,4 +1,4 @@
-"""The recipes: training, checkpoints, published models, compare_mfu; and the benchmark against a stand-in for
+"""The recipes: training, checkpoints, compare_mfu; and the benchmark against a stand-in for
 TransformerEngine. Skipped without megatron-core."""
 
 from __future__ import annotations

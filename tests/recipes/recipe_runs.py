@@ -12,7 +12,13 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+
+from overlap_train.tools.measure.world import World
 from tests.ports import free_ports
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "pretrain_gpt.py"
@@ -27,10 +33,15 @@ SMALL = {
     "--train-iters": 6,
     "--lr-warmup-iters": 2,
     "--log-interval": 1,
-    "--eval-interval": 0,
     "--eval-iters": 2,
     "--sample-bytes": 0,
 }
+
+
+def joined() -> Any:
+    """Lets a recipe run in a process that has joined the others already."""
+    world = World(dist.group.WORLD, torch.device("cpu"), dist.get_rank(), dist.get_world_size())
+    return patch("gpt.program.join", return_value=world)
 
 
 @dataclass(frozen=True)

@@ -90,30 +90,3 @@ def test_its_attention_exchanges_and_is_what_torch_computes(script_server: Scrip
     assert "te: " not in said and ": te_" not in said, "a note about it"
     pytest.importorskip("matplotlib")
     assert cli.main(["bench", "plot", str(tmp_path)]) == 0 and (tmp_path / "layers.png").exists()
-
-
-@pytest.mark.slow
-def test_attention_over_rows_in_another_order_is_noticed(script_server: ScriptServer, tmp_path: Path) -> None:
-    bench_te_stand_in.install(tmp_path)
-    change(tmp_path, "chunks[[rank, 2 * world - 1 - rank]]", "chunks[[2 * rank, 2 * rank + 1]]")
-    ulysses = (*BENCH, "ulysses", "--what", "blocks", *TINY, "--out", str(tmp_path))
-    status, said = script_server.run(*ulysses, folder=tmp_path)
-    assert status == 0, said
-    (row,) = rows_in(tmp_path)
-    assert row["te_ms"] is None and row["te_alone_ms"] > 0 and row["ms"] > 0
-    assert "tiny attention, 16 tokens: te: RuntimeError: y differs from torch's block" in said
-
-
-@pytest.mark.parametrize(("seconds", "status"), [(0.5, 1), (60, 0)])
-def test_the_limit_ends_a_process_and_only_one_that_is_late(
-    script_server: ScriptServer, tmp_path: Path, seconds: float, status: int
-) -> None:
-    """Whatever it does: here it keeps the interpreter's lock, as a C++ library may."""
-    work = "re.match('(a+)+b', 'a' * 40)" if status else "pass"
-    program = (
-        "import re; from overlap_train.tools.bench import transformer_engine as te\n"
-        f"te.LIMIT_S = {seconds}\nwith te.limited(0): {work}"
-    )
-    (tmp_path / "program.py").write_text(program)
-    ended, said = script_server.run(str(tmp_path / "program.py"), folder=tmp_path, world=1)
-    assert ended == status, said

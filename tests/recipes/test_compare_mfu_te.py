@@ -11,6 +11,7 @@ import pytest
 
 from tests.megatron import te_stand_in
 from tests.processes import run_ranks, values
+from tests.recipes.recipe_runs import joined
 
 VARIANTS = ("megatron", "te", "te_userbuffers", "te_userbuffers_ring", "te_overlap")
 LINE = f"--model small --layers 1 --seq-length 32 --steps 1 --round-steps 1 --variants {','.join(VARIANTS)}"
@@ -38,7 +39,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, Any]:
                 if getattr(linear, "ub_name", None) is not None:
                     names.setdefault(self.name, {}).setdefault(linear.parallel_mode, set()).add(linear.ub_name)
 
-    with patch.object(Variant, "step", step):
+    with patch.object(Variant, "step", step), joined():
         compare([*LINE.split(), "--out", str(folder)])
     return {"made": base.made, "names": names, "released": base._ub_communicators is None}
 

@@ -84,6 +84,7 @@ WRONG = [
     ("--variants auto", ["--variants", "'auto'", "overlap"]),
     ("--model llama3-8b,llama3-70b --variants te_userbuffers", ["te_userbuffers", "one --model"]),
     ("--variants te_userbuffers --repeat te_userbuffers", ["te_userbuffers", "no --repeat"]),
+    ("--model mixtral-8x7b --variants overlap_graph", ["overlap_graph", "without experts"]),
     ("--cp 0", ["--cp", "'0'", "positive"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
     ("--variants megatron,flux", ["--variants", "'flux'", "async_tp"]),
@@ -108,8 +109,8 @@ def test_a_wrong_flag_is_refused_in_one_line(line: str, words: list[str]) -> Non
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("--model small --tp 2 --seq-length 63", "--seq-length 63 must be a multiple of 2"),
-        ("--tp 3", "num_query_groups=8 of --model llama3-8b must be a multiple of 3, --tp"),
+        ("--model small --tp 2 --seq-length 63", r"--seq-length 63 \(--model small\) must be a multiple of 2"),
+        ("--tp 3", r"--num-query-groups 8 \(--model llama3-8b\) must be a multiple of 3, --tp"),
         ("--tp 4", "--tp 4, --cp 1: their product 4 does not divide the 6 ranks"),
     ],
 )

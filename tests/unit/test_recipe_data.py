@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import islice
 from math import log
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
-from gpt.data import ADD_K, BLOCK, BYTES, VALIDATION_EVERY, Samples, bigram_loss, read_samples
+from gpt.data import ADD_K, BLOCK, BYTES, VALIDATION_EVERY, batches, bigram_loss, read_samples
 from gpt.program import RecipeError
 from gpt.settings import Settings
 
@@ -23,24 +25,34 @@ def settings(path: Path, seq_length: int) -> Settings:
     return replace(Settings(), text=str(path), seq_length=seq_length)
 
 
-def test_every_twentieth_block_is_held_out_and_nothing_is_lost(tmp_path: Path):
+def both(settings: Settings) -> list[np.ndarray]:
+    return [read_samples(settings, is_held_out) for is_held_out in (False, True)]
+
+
+def text(samples: np.ndarray) -> bytes:
+    """What samples cover: the last byte of each is the first of the next one."""
+    assert (samples[:-1, -1] == samples[1:, 0]).all()
+    return samples[:, :-1].tobytes() + samples[-1:, -1].tobytes()
+
+
+def test_every_twentieth_block_is_held_out_and_samples_cover_the_rest(tmp_path: Path):
     content = random.Random(0).randbytes(3 * ENOUGH + 17)
     (tmp_path / "text").write_bytes(content)
-    train, valid = read_samples(settings(tmp_path / "text", 64))
+    train, valid = map(text, both(settings(tmp_path / "text", 64)))
     blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
     middle = VALIDATION_EVERY // 2
-    assert valid.text.tobytes() == b"".join(blocks[middle::VALIDATION_EVERY])
+    held_out = b"".join(blocks[middle::VALIDATION_EVERY])
     del blocks[middle::VALIDATION_EVERY]
-    assert train.text.tobytes() == b"".join(blocks)
+    for found, expected in ((valid, held_out), (train, b"".join(blocks))):
+        assert expected.startswith(found) and len(expected) - len(found) < 64
 
 
 def test_the_default_text_does_not_repeat_paragraphs():
-    train, valid = read_samples(Settings())
-    assert 300_000 < len(train.text) < 500_000
-    content = train.text.tobytes()
-    inner = [valid.text[start : start + BLOCK].tobytes().split(b"\n\n")[1:-1] for start in range(0, 10 * BLOCK, BLOCK)]
+    train, valid = map(text, both(Settings()))
+    assert 300_000 < len(train) < 500_000
+    inner = [valid[start : start + BLOCK].split(b"\n\n")[1:-1] for start in range(0, 10 * BLOCK, BLOCK)]
     paragraphs = [paragraph for found in inner for paragraph in found if len(paragraph) > 20]
-    assert paragraphs and not [paragraph for paragraph in paragraphs if b"\n\n" + paragraph + b"\n\n" in content]
+    assert paragraphs and not [paragraph for paragraph in paragraphs if b"\n\n" + paragraph + b"\n\n" in train]
 
 
 @pytest.mark.parametrize(
@@ -56,25 +68,41 @@ def test_a_text_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, conte
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(RecipeError, match=words) as refusal:
-        read_samples(settings(path, BLOCK))
+        both(settings(path, BLOCK))
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data_parallel_rank", "context_parallel_rank"):
+        monkeypatch.setattr(f"megatron.core.parallel_state.get_{name}", lambda: 0)
+    for name in ("data_parallel_world_size", "context_parallel_world_size"):
+        monkeypatch.setattr(f"megatron.core.parallel_state.get_{name}", lambda: 1)
+
+
+def starts(seed: int, count: int, is_trained: bool) -> tuple[list[int], list[float]]:
+    """The first bytes of so many batches of 20 samples 0.., 10.., 20.. , and whether they count."""
+    samples = np.lib.stride_tricks.sliding_window_view(np.arange(201, dtype=np.uint8), 11)[::10]
+    flags = replace(Settings(), seed=seed, seq_length=10, micro_batch_size=4)
+    found = list(islice(batches(samples, 0, flags, torch.device("cpu"), is_trained), count))
+    for batch in found:
+        assert (batch["labels"] == batch["tokens"] + 1).all() and batch["tokens"].shape == (4, 10)
+    tokens, counts = (torch.cat([batch[name][:, 0] for batch in found]).tolist() for name in ("tokens", "loss_mask"))
+    return tokens, counts
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_an_epoch_has_every_sample_once_in_an_order_of_its_own():
-    samples = Samples(np.arange(201, dtype=np.uint8), 10, seed=3)
-    epochs = [[samples[20 * epoch + number] for number in range(20)] for epoch in (0, 1)]
-    for epoch in epochs:
-        assert sorted(int(sample[0]) for sample in epoch) == list(range(0, 200, 10))
-        assert all(sample.tolist() == list(range(sample[0], sample[0] + 11)) for sample in epoch)
-    starts = [[int(sample[0]) for sample in epoch] for epoch in epochs]
-    assert starts[0] != starts[1] and starts[0] != sorted(starts[0])
-    assert starts[0] != [int(Samples(samples.text, 10, seed=4)[number][0]) for number in range(20)]
+    found, counts = starts(3, 10, is_trained=True)
+    assert sorted(found[:20]) == sorted(found[20:]) == list(range(0, 200, 10)) and counts == [1.0] * 40
+    assert found[:20] != found[20:] and found[:20] != sorted(found[:20])
+    assert found != starts(4, 10, is_trained=True)[0]
 
 
-def test_without_a_seed_samples_come_once_and_in_order():
-    samples = Samples(np.arange(105, dtype=np.uint8), 10)
-    assert [int(samples[number][0]) for number in range(len(samples))] == list(range(0, 100, 10))
-    assert samples[10] is None and samples[25] is None
+@pytest.mark.usefixtures("one_rank")
+def test_for_validation_samples_come_once_and_in_order():
+    found, counts = starts(3, 7, is_trained=False)
+    assert found[:20] == list(range(0, 200, 10)) and counts == [1.0] * 20 + [0.0] * 8
 
 
 @pytest.mark.parametrize(
@@ -86,6 +114,6 @@ def test_without_a_seed_samples_come_once_and_in_order():
     ],
 )
 def test_the_bigrams_loss_is_of_smoothed_shares(pair: bytes, count: int, total: int):
-    train, scored = (np.frombuffer(words, dtype=np.uint8) for words in (b"abaab", pair))
+    train, scored = (np.frombuffer(words, dtype=np.uint8)[None] for words in (b"abaab", pair))
     expected = -log((count + ADD_K) / (total + BYTES * ADD_K))
     assert bigram_loss(train, scored) == pytest.approx(expected, rel=1e-12)

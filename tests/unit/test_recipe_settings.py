@@ -35,7 +35,7 @@ def test_help_names_every_flag():
 @pytest.mark.parametrize(("ranks", "flags"), commands_of_pages())
 def test_commands_of_the_pages_obey_the_rules(ranks: int, flags: str):
     settings, overlap = read_flags(shlex.split(flags, comments=True), None, ranks, on_gpu=True)
-    assert overlap is not None and ranks % settings.replica_ranks == 0
+    assert overlap is not None and ranks % (settings.tp * settings.cp) == 0
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,6 @@ BROKEN: list[tuple[dict[str, Any], list[str]]] = [
     ({"ffn_hidden_size": 383}, ["--ffn-hidden-size 383", "--tp"]),
     ({"seq_length": 127}, ["--seq-length 127", "--tp"]),
     ({"global_batch_size": 12}, ["--global-batch-size 12", "--micro-batch-size", "8"]),
-    ({"save_interval": 5}, ["--save-interval 5", "--save"]),
-    ({"cuda_graph": 1, "recompute": "full"}, ["--recompute full", "CUDA graph", "random state"]),
-    ({"cuda_graph": 1, "num_moe_experts": 8}, ["--model small", "CUDA graph", "experts"]),
 ]
 
 
@@ -88,9 +85,11 @@ WRONG = [
     ("--overlap-train --overlap-train-slots qkv,q", "'q' is not one of qkv, proj"),
     ("--overlap-train --overlap-train-method fused", "--overlap-train-method fused needs GPUs"),
     ("--overlap-train --tp 1", "nothing to overlap"),
-    ("--cuda-graph 1", "--cuda-graph 1 needs GPUs"),
-    ("--model mixtral-8x7b --num-layers 1", "--model mixtral-8x7b has experts"),
-    ("--model llama3-70b", "--model llama3-70b with --num-layers 80 takes 1051 GiB to train on CPUs"),
+    ("--save-interval 5", "--save-interval 5 without --save"),
+    ("--cuda-graph 1", "--cuda-graph needs GPUs"),
+    ("--cuda-graph 1 --recompute full", "--recompute full reads the random state"),
+    ("--cuda-graph 1 --model mixtral-8x7b", "--model mixtral-8x7b: the host reads how many tokens"),
+    ("--model llama3-70b", "--model llama3-70b needs GPUs"),
 ]
 
 
@@ -106,24 +105,22 @@ def test_a_warm_up_that_does_not_fit_is_shortened(steps: int, asked: int, warm_u
     assert resolve(replace(Settings(), train_iters=steps, lr_warmup_iters=asked), 2).lr_warmup_iters == warm_up
 
 
-# Parameters in all, in billions, as the model cards say; and what Megatron-LM's num_floating_point_operations (core 0.19.2)
-# returned for 3 samples of 8192 tokens.
+# What Megatron-LM's num_floating_point_operations (core 0.19.2) returned for 3 samples of 8192 tokens.
 PUBLISHED = {
-    "llama3-8b": (8.03, 1264936588148736),
-    "llama3-70b": (70.6, 11040093175283712),
-    "qwen3-32b": (32.8, 5349482698899456),
-    "mixtral-8x7b": (46.7, 2038030701428736),
+    "llama3-8b": 1264936588148736,
+    "llama3-70b": 11040093175283712,
+    "qwen3-32b": 5349482698899456,
+    "mixtral-8x7b": 2038030701428736,
 }
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_published_model_has_its_size_and_flops_and_obeys_the_rules(model: str) -> None:
+def test_a_published_model_has_its_flops_and_obeys_the_rules(model: str) -> None:
     pytest.importorskip("megatron.core")
     from mfu.results import step_flops
 
-    billions, flops = PUBLISHED[model]
-    assert defaults(True, model).parameters / 1e9 == pytest.approx(billions, rel=2e-3)
-    assert step_flops(replace(defaults(True, model), seq_length=8192, global_batch_size=3, tp=4)) == flops
+    settings = replace(defaults(True, model), seq_length=8192, global_batch_size=3, tp=4)
+    assert step_flops(settings) == PUBLISHED[model]
     for tp in (2, 4, 8):
         assert resolve(defaults(True, model), tp) == replace(defaults(True, model), tp=tp)
 
