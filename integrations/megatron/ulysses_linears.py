@@ -42,7 +42,7 @@ from overlap_train.integrations.megatron.linears import (
     overlapped_forms,
     te_feature,
 )
-from overlap_train.ulysses.two_groups import Groups, Sizes, nodes_of_groups, sizes_of_heads, sizes_of_rows
+from overlap_train.ulysses.two_groups import nodes_of_groups, places_of
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -89,7 +89,7 @@ def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | 
     config = linear.overlap.config
     if config.method == "auto" and config.provider == "nvshmem":
         return "NVSHMEM serves one group of a process"
-    nodes = nodes_of_groups(_groups(linear, exchange), config, x.device, linear.overlap.name)
+    nodes = nodes_of_groups(exchange.shards(linear.tp_group), config, x.device, linear.overlap.name)
     if min(nodes) > 1:
         return "both TP and CP ranks span nodes"
     if max(nodes) > 1 and config.method == "auto":
@@ -99,19 +99,8 @@ def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | 
 
 def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
     """Into how many parts this call is cut."""
-    return len(_sizes(linear, x, exchange).parts(linear.overlap.config))
-
-
-def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
-    groups = _groups(linear, exchange)
-    if linear.overlap.slot == "qkv":
-        return sizes_of_heads(x, linear.weight, exchange.heads, groups)
-    return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
-
-
-def _groups(linear: Any, exchange: Exchange) -> Groups:
-    assert exchange.group is not None
-    return Groups(exchange.group, linear.tp_group)
+    heads, shards = exchange.heads if linear.overlap.slot == "qkv" else None, exchange.shards(linear.tp_group)
+    return len(places_of(x, linear.weight, shards, linear.overlap.config, heads))
 
 
 class _Exchanging:

@@ -25,7 +25,7 @@ from overlap_train import (
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
 from overlap_train.ulysses import parts
-from overlap_train.ulysses.two_groups import Groups, _worst, nodes_of_groups
+from overlap_train.ulysses.two_groups import _worst, nodes_of_groups
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import (
@@ -116,10 +116,10 @@ def _nodes_of_groups(rank: int, world: int, tensor: list[int], ulysses: list[int
         domain_of(group, replace(CONFIG, node_ranks=3 if nodes[rank] == UNUSABLE else 2 // nodes[rank]), cpu)
         for group, nodes in ((g.tensor, tensor), (g.ulysses, ulysses))
     ]
-    found = nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv")
+    found = nodes_of_groups(g.shards(), None, cpu, "linear_qkv")
     for domain in domains:
         domain.agreement.exchange = None  # type: ignore[assignment, method-assign]
-    assert nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_proj") == found, "asked once"
+    assert nodes_of_groups(g.shards(), None, cpu, "linear_proj") == found, "asked once"
     return found
 
 
@@ -155,7 +155,7 @@ def _before_and_after_shutdown(rank: int, world: int) -> list[tuple[int, int]]:
     for node_ranks in (1, 2):
         for group in (g.tensor, g.ulysses):
             domain_of(group, replace(CONFIG, node_ranks=node_ranks), cpu)
-        found.append(nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv"))
+        found.append(nodes_of_groups(g.shards(), None, cpu, "linear_qkv"))
         shutdown()
     return found
 
