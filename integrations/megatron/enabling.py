@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import megatron.core
@@ -22,20 +22,32 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
 from overlap_train.config import check_type
-from overlap_train.integrations.megatron.conditions import Problem, bad_combination
-from overlap_train.integrations.megatron.in_model import (
+from overlap_train.integrations.megatron.attention import (
+    UlyssesSelfAttention,
+    core_of_rank,
+    is_asked_for,
+    no_exchange,
+    sharing_attentions,
+    why_not_ulysses,
+)
+from overlap_train.integrations.megatron.conditions import Problem, bad_combination, divides_weights
+from overlap_train.integrations.megatron.linears import (
     Model,
     chunks_of,
-    find_attentions,
+    fused_mlp,
     is_candidate,
     is_overlapped,
     named_linears,
+    overlapped_forms,
     overlapped_linears,
     slot_of,
+    turn_linear,
+    why_not,
 )
-from overlap_train.integrations.megatron.linears import fused_mlp
 from overlap_train.integrations.megatron.main_grad import mark_shared_weights, provide_accumulation_fusion
 from overlap_train.integrations.megatron.table import FirstTable, Report, report, stage
+from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms
+from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # no note on these: 0.16 and 0.19 are tested, and our hooks fit 0.20-dev
 
@@ -85,6 +97,57 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     told = None if problem is None else str(problem)
     _tell_user(chunks, told)
     return report(chunks, told)
+
+
+@dataclass(frozen=True)
+class Attentions:
+    """The attentions whose linears config.slots names. ours: those that are Ulysses', or can be. problem: why another one cannot
+    be; None: all can, or config.slots names no linear of an attention."""
+
+    ours: tuple[Any, ...]
+    problem: Problem | None
+
+    def exchanges(self, linear: Any) -> bool:
+        """Whether a linear is to exchange: linear_qkv or linear_proj of one of ours. One that cannot overlaps over TP alone."""
+        for attention in self.ours:
+            if linear is attention.linear_qkv or linear is attention.linear_proj:
+                return attention.pg_collection.tp.size() == 1 or why_not(linear, exchanges=True) is None
+        return False
+
+    def why_not(self, linear: Any) -> str | None:
+        """Why no call of a linear can overlap, within its attention's exchange or over tensor parallelism; None: some can."""
+        return why_not(linear, self.exchanges(linear))
+
+    def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
+        """Overlap a linear in place, of which `why_not` is None."""
+        forms = exchanging_forms(divides_weights(linear)) if self.exchanges(linear) else overlapped_forms()
+        turn_linear(linear, forms[type(linear)], config, slot, name)
+
+    def turn(self, timeout_s: float) -> None:
+        """Make them Ulysses', with core attentions that are built anew for the heads of one rank. timeout_s: how long their ranks
+        wait for each other's rotary frequencies and masks."""
+        whole = WholeSequence()
+        for attention in self.ours:
+            if not isinstance(attention, UlyssesSelfAttention):
+                core = attention.core_attention
+                attention.core_attention = core_of_rank(
+                    type(core), attention.pg_collection.cp.size(), config=attention.config,
+                    layer_number=attention.layer_number, attn_mask_type=attention.attn_mask_type,
+                    attention_type=attention.attention_type, pg_collection=attention.pg_collection,
+                    softmax_scale=getattr(attention.config, "softmax_scale", None),
+                ).train(core.training)  # fmt: skip
+                attention.__class__, attention.whole = UlyssesSelfAttention, whole
+            attention.whole.timeout_s = timeout_s
+
+
+def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
+    """Find the attentions whose linears are asked for, and why one of them cannot be Ulysses'. Changes nothing."""
+    if not {"qkv", "proj"} & set(config.slots):
+        return Attentions((), None)
+    asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]
+    reasons = [why_not_ulysses(attention) for attention in asked]
+    ours = tuple(attention for attention, reason in zip(asked, reasons, strict=True) if reason is None)
+    return Attentions(ours, no_exchange(next(filter(None, reasons), None)))
 
 
 def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:

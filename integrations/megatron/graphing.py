@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from overlap_train import graphed
-from overlap_train.integrations.megatron.in_model import Model, overlapped_linears
+from overlap_train.integrations.megatron.linears import Model, overlapped_linears
 from overlap_train.integrations.megatron.ulysses_linears import groups_of
 
 

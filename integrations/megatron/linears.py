@@ -12,8 +12,9 @@ extra state stay. A call that cannot overlap (conditions.py) runs Megatron's or 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -30,6 +31,16 @@ from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
 
 OWN = (ColumnParallelLinear, RowParallelLinear)
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+
+# How Megatron-Core names the linears in its modules -> our name of the linear slot.
+SLOT_OF_ATTRIBUTE = {
+    "linear_qkv": "qkv",
+    "linear_proj": "proj",
+    "linear_fc1": "fc1",
+    "linear_fc2": "fc2",
+    "output_layer": "output",
+}
 
 
 @dataclass
@@ -258,3 +269,43 @@ def fused_mlp(model: torch.nn.Module) -> str | None:
     fused = getattr(megatron_te, "TEFusedMLP", None)
     found = () if fused is None else (type(module).__name__ for module in model.modules() if isinstance(module, fused))
     return next(iter(found), None)
+
+
+def chunks_of(model: Model) -> list[torch.nn.Module]:
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
+    """(name, module) of the modules in one of our linear slots and of all other parallel linears of Megatron's own classes.
+
+    Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them.
+    """
+    chunks, own = chunks_of(model), (*OWN, OverlappedColumnParallelLinear, OverlappedRowParallelLinear)
+    for index, chunk in enumerate(chunks):
+        prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        for name, module in chunk.named_modules():
+            if (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
+                yield prefix + re.sub(r"^(module\.)+", "", name), module
+
+
+def overlapped_linears(model: Model) -> list[Any]:
+    return [linear for _, linear in named_linears(model) if is_overlapped(linear)]
+
+
+def slot_of(name: str) -> str | None:
+    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no linear slot."""
+    return SLOT_OF_ATTRIBUTE.get(name.rpartition(".")[2])
+
+
+def is_overlapped(linear: Any) -> bool:
+    return isinstance(getattr(linear, "overlap", None), LinearOverlap)
+
+
+def is_row(linear: Any) -> bool:
+    return hasattr(linear, "input_is_parallel")
+
+
+def is_candidate(linear: Any) -> bool:
+    """Whether a linear overlaps, or is of a class that has an overlapped form and is no expert."""
+    is_expert = getattr(linear, "is_expert", False) or getattr(linear, "parallel_mode", "column") is None
+    return is_overlapped(linear) or (type(linear) in overlapped_forms() and not is_expert)

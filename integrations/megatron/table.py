@@ -20,19 +20,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from overlap_train.group.registry import made_domain
-from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, why_not_ulysses
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, sharing_attentions, why_not_ulysses
 from overlap_train.integrations.megatron.conditions import divides_weights, standing_reason
-from overlap_train.integrations.megatron.in_model import (
+from overlap_train.integrations.megatron.linears import (
     Model,
     chunks_of,
     is_overlapped,
     is_row,
     named_linears,
     overlapped_linears,
-    sharing_attentions,
     slot_of,
+    why_not,
 )
-from overlap_train.integrations.megatron.linears import why_not
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
 from overlap_train.ops.plan_cache import made_cache
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,16 +77,13 @@ def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
 
     The same on all ranks of both groups. On GPUs the first call that is long enough communicates.
     """
-    is_qkv = linear.overlap.slot == "qkv"
-    if is_qkv and linear.weight.shape[0] != exchange.heads.features:
+    config = linear.overlap.config
+    if linear.overlap.slot == "qkv" and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
     if parts_of_call(linear, x, exchange) == 1:
         return "too short to be cut into parts"
-    return _why_not_on_gpus(linear, x, exchange) if x.is_cuda else None
-
-
-def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-    config = linear.overlap.config
+    if not x.is_cuda:
+        return None
     if config.method == "auto" and config.provider == "nvshmem":
         return "NVSHMEM serves one group of a process"
     nodes = nodes_of_groups(exchange.shards(linear.tp_group), config, x.device, linear.overlap.name)
@@ -104,8 +101,8 @@ def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
 
 
 class _Exchanging:
-    """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_rows). Mixed in before a linear class
-    of Megatron's or TransformerEngine's."""
+    """Makes a linear of a Ulysses attention exchange within its product. Mixed in before a linear class of Megatron's or
+    TransformerEngine's."""
 
     overlap: LinearOverlap
     # What the call under way does, where it is not Megatron's linear.
@@ -151,30 +148,30 @@ class _Exchanging:
 
         For a call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks.
         """
-        return self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
 
-    def _to_heads(
-        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
-    ) -> Heads:
-        overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
-        q, k, v = qkv_all_to_all(
-            normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
-            qk_norm=None if norm is None else norm(), rotary=rotary,
-            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
-        )  # fmt: skip
-        return overlap.watched(q), k, v
+        def product(x: torch.Tensor) -> Heads:
+            overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
+            q, k, v = qkv_all_to_all(
+                normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
+                qk_norm=None if norm is None else norm(), rotary=rotary,
+                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+            )  # fmt: skip
+            return overlap.watched(q), k, v
+
+        return self._call(x, product)
 
     def to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself. For a call of which `reason` is None."""
-        return self._call(x, partial(self._to_rows, exchange=exchange))
 
-    def _to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
-        overlap, (added, returned) = self.overlap, biases(self)
-        y = attention_output_linear(
-            x, self.weight, added, shards=exchange.shards(self.tp_group),
-            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
-        )  # fmt: skip
-        return overlap.watched(y), returned
+        def product(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            overlap, (added, returned) = self.overlap, biases(self)
+            y = attention_output_linear(
+                x, self.weight, added, shards=exchange.shards(self.tp_group),
+                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+            )  # fmt: skip
+            return overlap.watched(y), returned
+
+        return self._call(x, product)
 
 
 @cache
