@@ -161,8 +161,8 @@ class UlyssesSelfAttention(SelfAttention):
         problem = no_exchange(bad_setting(config, ranks))
         if cp_comm_type != ULYSSES:
             rule = "without TransformerEngine's core attention context parallelism is Ulysses' only"
-            wanted = "set it to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's layer spec"
-            problem = Problem(f"cp_comm_type={cp_comm_type!r}: {rule}", wanted, can_fall_back=False)
+            wanted = "set it to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's"
+            problem = Problem(f"cp_comm_type={cp_comm_type!r}: {rule}", f"{wanted} layer spec", can_fall_back=False)
         if problem is not None:
             raise problem.error
         inner = replace(submodules, core_attention=functools.partial(core_of_rank, submodules.core_attention, ranks))
@@ -185,12 +185,8 @@ class UlyssesSelfAttention(SelfAttention):
         *,
         inference_params: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output [s/W, b, h], bias or None). attention_mask: [b, 1, s/W, s], this rank's rows, or of all rows.
-
-        Raises:
-            ValueError: a call that is not for training or evaluation of self-attention, or whose rows cannot be cut as Megatron
-                cuts them.
-        """
+        """(output [s/W, b, h], bias or None). attention_mask: [b, 1, s/W, s], this rank's rows, or of all rows. Raises ValueError
+        for a call that is not of self-attention in training or evaluation, or whose rows cannot be cut as Megatron cuts them."""
         group, others = self._group(packed_seq_params), dict(
             key_value_states=key_value_states, inference_context=inference_context, inference_params=inference_params,
             rotary_pos_cos=rotary_pos_cos, rotary_pos_sin=rotary_pos_sin, rotary_pos_cos_sin=rotary_pos_cos_sin,
@@ -208,8 +204,8 @@ class UlyssesSelfAttention(SelfAttention):
         return self._projected(context, exchange)
 
     def _group(self, packed: Any) -> dist.ProcessGroup | None:
-        """The context-parallel group of this call, None where it has none. Megatron may choose another group for each micro-batch
-        (cp_group of `packed`), or none (local_cp_size without cp_group)."""
+        """The context-parallel group of this call. Megatron may choose another for each micro-batch (cp_group of `packed`), or
+        none (local_cp_size without cp_group)."""
         if getattr(packed, "cp_group", None) is not None:
             return packed.cp_group
         return None if getattr(packed, "local_cp_size", None) is not None else self.pg_collection.cp
@@ -217,7 +213,7 @@ class UlyssesSelfAttention(SelfAttention):
     def _exchange(
         self, group: dist.ProcessGroup | None, rows: int, cut: str, documents: Documents | None, device: torch.device
     ) -> Exchange:
-        """The exchange of this call. cut: contiguous, zigzag (within each document), or zigzag_pack. Raises ValueError."""
+        """cut: contiguous, zigzag (within each document), or zigzag_pack."""
         heads, ranks = heads_of(self.config), 1 if group is None else group.size()
         starts = documents.with_rest(rows) if documents is not None and cut == ZIGZAG else ()
         layout = SequenceLayout(ZIGZAG if cut == ZIGZAG_OF_PACK else cut, starts)
@@ -231,8 +227,7 @@ class UlyssesSelfAttention(SelfAttention):
     def _frequencies(
         self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rotary frequencies of q and of k, with a row for each row of the sequence; None where this layer does not
-        rotate."""
+        """The rotary frequencies of q and of k for all rows; None where this layer does not rotate."""
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if rotary_pos_emb is None or skips:
             return None, None

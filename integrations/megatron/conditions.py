@@ -39,9 +39,8 @@ def comm_type(config: TransformerConfig, layer_number: int) -> str:
 def has_ulysses(config: TransformerConfig) -> bool:
     """Whether any layer is Ulysses'. A linear on its own may have a ModelParallelConfig, which knows no layers."""
     types = getattr(config, "cp_comm_type", None)
-    return getattr(config, "context_parallel_size", 1) > 1 and ULYSSES in (
-        types if isinstance(types, list) else [types]
-    )
+    types = types if isinstance(types, list) else [types]
+    return getattr(config, "context_parallel_size", 1) > 1 and ULYSSES in types
 
 
 NOTHING: Mapping[str, Any] = {}
@@ -74,7 +73,6 @@ class Problem:
 
     @property
     def error(self) -> ValueError:
-        """With the way out of on_unsupported, which whoever falls back has taken."""
         return ValueError(f"{self}, {_FALL_BACK}" if self.can_fall_back else str(self))
 
 
@@ -147,15 +145,13 @@ def divides_weights(linear: ParallelLinear) -> bool:
 
 
 def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchanges: bool = False) -> str | None:
-    """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product, for a
-    Ulysses attention, and tensor parallelism may divide its weight or not."""
+    """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product."""
     placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
     return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
 
 
 def attribute(holder: Any, name: str, default: Any) -> Any:
-    """getattr of what is no parameter: where a module lacks it, that searches its parameters, buffers and modules, 0.7 of the 5
-    microseconds that fallback_reason took."""
+    """getattr of what is no parameter, without the search of a module's parameters, buffers and modules (0.7 microseconds)."""
     found = vars(holder).get(name, NOTHING)
     return getattr(type(holder), name, default) if found is NOTHING else found
 
@@ -217,11 +213,7 @@ def _input_reason(
     autocast = other_autocast(x)
     if autocast is not None:
         return f"autocast to {autocast} of {x.dtype} tensors"
-    if linear.overlap.config.on_unsupported == "fallback" and x.is_cuda and _is_captured(group):
+    falls_back = linear.overlap.config.on_unsupported == "fallback"  # else the operators raise
+    if falls_back and x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(group):
         return "CUDA graph capture outside overlap_train.graphed"
     return None
-
-
-def _is_captured(group: dist.ProcessGroup) -> bool:
-    """Into a graph whose replays would break the operators' protocol; with on_unsupported='error' the operators raise."""
-    return torch.cuda.is_current_stream_capturing() and not is_graphed(group)

@@ -50,7 +50,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor",
 
 
 class _CudaOnCpu(ModuleType):
-    """Stands in for `torch.cuda`: the CPU is the current device, without streams, and its work is always complete."""
+    """Stands in for `torch.cuda`: the CPU is the current device, and its work is always complete."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -129,11 +129,9 @@ def _use_cpu_generator(random: ModuleType) -> None:
 
 
 def _clip_by_total_norm(
-    parameters: Iterable[torch.Tensor] | torch.Tensor,
-    max_norm: float,
-    total_norm: float | torch.Tensor,
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float | torch.Tensor,
     use_decoupled_grad: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Scale gradients (fp32, in place) by max_norm / (total_norm + 1e-6) where that is below 1, as Megatron does."""
     scale = min(1.0, max_norm / (float(total_norm) + 1.0e-6))
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:

@@ -101,8 +101,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
 @dataclass(frozen=True)
 class Attentions:
-    """The attentions whose linears config.slots names. ours: those that are Ulysses', or can be. problem: why another one cannot
-    be; None: all can, or config.slots names no linear of an attention."""
+    """The attentions whose linears config.slots names. ours: those that are Ulysses', or can be. problem: why others cannot."""
 
     ours: tuple[Any, ...]
     problem: Problem | None
@@ -124,8 +123,7 @@ class Attentions:
         turn_linear(linear, forms[type(linear)], config, slot, name)
 
     def turn(self, timeout_s: float) -> None:
-        """Make them Ulysses', with core attentions that are built anew for the heads of one rank. timeout_s: how long their ranks
-        wait for each other's rotary frequencies and masks."""
+        """Make them Ulysses', with core attentions built anew for the heads of one rank. timeout_s: see WholeSequence."""
         whole = WholeSequence()
         for attention in self.ours:
             if not isinstance(attention, UlyssesSelfAttention):
@@ -141,7 +139,6 @@ class Attentions:
 
 
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
-    """Find the attentions whose linears are asked for, and why one of them cannot be Ulysses'. Changes nothing."""
     if not {"qkv", "proj"} & set(config.slots):
         return Attentions((), None)
     asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]
@@ -154,46 +151,33 @@ def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterato
     """(name, linear slot, module) of the linears asked for."""
     for name, linear in named_linears(chunks):
         slot = slot_of(name)
-        if slot is not None and slot in config.slots:
+        if slot in config.slots:
             yield name, slot, linear
 
 
 def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
-    """What global rank 0 prints: how much is prepared, and what the user should know. Where no linear overlaps, the table at
-    once, because no step would print it."""
+    """On global rank 0: how much is prepared. Where no linear overlaps, the table at once: no step would print it."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
-    untested = _untested(megatron.core.__version__)
-    if not names:
-        report(chunks, problem).show()
-        lines: tuple[str | None, ...] = (untested,)
+    version, lines = megatron.core.__version__, []
+    if names:
+        layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
+        where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
+        lines = [f"{len(names)} linears in {where} prepared; the table follows in the first step", problem]
     else:
-        lines = _prepared(names), problem, untested
+        report(chunks, problem).show()
+    if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
+        lines.append(f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these")
     for line in filter(None, lines):
         print(f"overlap_train: {line}", flush=True)
-
-
-def _prepared(names: Sequence[str]) -> str:
-    """How many linears will overlap, and where."""
-    layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
-    where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
-    return f"{len(names)} linears in {where} prepared; the table follows in the first step"
-
-
-def _untested(version: str) -> str | None:
-    """A note on a version of Megatron-Core that nobody has tried, for whoever reads the error that may come of it; else None."""
-    if OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
-        return None
-    return f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
 
 
 def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> Problem | None:
     """What rules out overlap for the whole model, or None."""
     if not chunks:
-        return Problem(
-            "model=[]: no model chunk to enable", "pass the model, or the list of chunks that get_model returns", False
-        )
+        instead = "pass the model, or the list of chunks that get_model returns"
+        return Problem("model=[]: no model chunk to enable", instead, can_fall_back=False)
     for chunk in chunks:
         wrapper = _data_parallel_wrapper(chunk)
         if wrapper is not None:
@@ -223,7 +207,7 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
 
 
 def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Problem | None:
-    """Linear slots that have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+    """Linear slots that have nothing to overlap. Not asked of pipeline stages, which need not have all."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
     wanted = list(_wanted(chunks, config))

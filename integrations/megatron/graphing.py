@@ -54,8 +54,7 @@ def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def release_full_iteration_graphs() -> None:
-    """Destroy the graphs that Megatron's wrapper keeps in its class. NCCL's communicators wait for graphs that hold their
-    collectives, and the process would not end (seen on 2 x H200)."""
+    """Destroy the graphs that Megatron's wrapper keeps in its class: NCCL's communicators would wait for them at the end."""
     module = sys.modules.get("megatron.core.full_cuda_graph")
     graphs: dict[str, Any] = {} if module is None else module.FullCudaGraphWrapper.cuda_graph
     for stage, graph in graphs.items():

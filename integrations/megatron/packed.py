@@ -72,7 +72,7 @@ class Documents:
         return {}
 
     def _kept(self, name: str, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What is made on the CPU, on a device: sent once for all layers, because the host waits for the device then."""
+        """What is made on the CPU, sent to a device once for all layers: the host waits then."""
         key = (name, device)
         if key not in self._there:
             with torch.inference_mode(False):  # as above
@@ -94,8 +94,8 @@ def cuts_packs_as_sequences(config: TransformerConfig) -> None:
 
 
 def documents_of(packed: PackedSeqParams) -> Documents:
-    """The documents of a packed micro-batch, as self-attention has them (cu_seqlens_q). The first call for these lengths waits
-    for the device; `packed` keeps the answer for later ones."""
+    """The documents of a packed micro-batch (cu_seqlens_q). The first call for these lengths waits for the device; `packed` keeps
+    the answer for later ones."""
     real, padded = packed.cu_seqlens_q, getattr(packed, "cu_seqlens_q_padded", None)
     padded = real if padded is None else padded
     key = [(id(x), 0 if x.is_inference() else x._version) for x in (real, padded)]

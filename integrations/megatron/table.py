@@ -44,9 +44,8 @@ _NO_PASSES = ("-", "-", "-")
 class LinearReport:
     """One parallel linear. fprop, dgrad and wgrad say what each pass does.
 
-    method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
-        "-" before the first call, when sizes are not known yet. It is that of the last call which the host made: a CUDA graph
-        goes on with what it has captured.
+    method: of the last call which the host made (a CUDA graph goes on with what it has captured): "fused", or "fused / chunked"
+        where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code; "-" before the first call.
     reasons: why that method: one, or those of fprop and of dgrad.
     overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code since the linear was enabled,
         recomputed ones included. Those of the method collective are among our operators'.
@@ -68,21 +67,18 @@ class LinearReport:
 
     @property
     def reason(self) -> str:
-        """Exchange, parts and reasons in words."""
         hides = "" if self.is_collective else " that hide exchanges"
         parts = None if self.parts is None else f"{self.parts} parts{hides}"
         return "; ".join(filter(None, (self.exchange, parts, " / ".join(self.reasons))))
 
     @property
     def is_collective(self) -> bool:
-        """Whether our operators run this linear with the method collective in both passes: it hides no communication, but for
-        NCCL beside GEMMs where a column linear's backward has two, as in Megatron-Core."""
+        """Whether our operators run this linear with the method collective in both passes, as Megatron-Core would."""
         return self.method == "collective"
 
     @property
     def calls(self) -> str:
-        """How often each path has run, in words: for example "overlapped 8", "not overlapped 8" of the method collective, or
-        "overlapped 8, evaluation mode 2"; empty before the first call."""
+        """How often each path has run, for example "overlapped 8, evaluation mode 2"; of collective "not overlapped 8"."""
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
@@ -92,7 +88,7 @@ class LinearReport:
 class Report:
     """All parallel linears of a model. `str()` of it is the table: one row for each group of identical linears, then the passes.
 
-    problem: why nothing was enabled, or which linear slot is missing; None where all went as asked.
+    problem: why nothing was enabled, or which linear slot is missing.
     """
 
     linears: tuple[LinearReport, ...]
@@ -121,11 +117,10 @@ class Report:
 
 def report(model: Model, problem: str | None = None) -> Report:
     """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
-    attentions = {
-        id(linear): attention
-        for attention in sharing_attentions(model)
-        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj)
-    }
+    attentions = {}
+    for attention in sharing_attentions(model):
+        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
+            attentions[id(linear)] = attention
     rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
     return Report(tuple(rows), problem)
 
@@ -150,7 +145,6 @@ def _row(name: str, linear: Any, attention: Any) -> LinearReport:
 
 
 def _exchange_beside(linear: Any, attention: Any) -> str | None:
-    """How the ranks of context parallelism get each other's rows, where no product of an attention's linear exchanges them."""
     if attention is None or exchanges_now(linear):
         return None
     if not isinstance(attention, UlyssesSelfAttention):
@@ -172,38 +166,31 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         methods = ", ".join(trial.methods)
         tries = f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
         return replace(row, method="in turn", reasons=(tries,))
-    row = replace(
-        row,
-        method=" / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method))),
-        reasons=tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason))),
-    )
-    if trial is not None:
-        return replace(
-            row, reasons=("auto: in its turn, the last of a trial that has ended; the next call takes the fastest",)
-        )
-    return replace(row, parts=linear.overlap.parts) if _is_in_two_groups(linear) else row
-
-
-def _is_in_two_groups(linear: Any) -> bool:
-    """Whether a linear gathers or scatters over TP, and its products hide an exchange over context-parallel ranks."""
-    return exchanges_now(linear) and divides_weights(linear)
+    method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
+    reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
+    parts = linear.overlap.parts if exchanges_now(linear) and divides_weights(linear) else None
+    return replace(row, method=method, reasons=reasons, parts=parts)
 
 
 def _passes(linear: Any) -> tuple[str, str, str]:
     """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call, none before the first; TP: tensor-parallel
     ranks."""
-    is_both, row = _is_in_two_groups(linear), is_row(linear)
-    sends = "A2A" if exchanges(linear) and (row if is_both else not divides_weights(linear)) else "AG"
+    over_tp, row, exchanged = (
+        divides_weights(linear),
+        is_row(linear),
+        linear.overlap.groups if exchanges(linear) else (),
+    )
+    is_both = over_tp and exchanges_now(linear)
+    sends = "A2A" if exchanges(linear) and (row if is_both else not over_tp) else "AG"
     kept = linear.overlap.config.gathered_input == "keep"
     again = "GEMM with x kept" if kept else f"{sends}(x) under dgrad, then GEMM"
+    cp = "".join(f" (CP {group.size()})" for group in [*exchanged][-1:])
     if is_both:
-        *ulysses, tensor = groups_of(linear)
-        tp, cp = f"(TP {tensor.size()})", "".join(f" (CP {group.size()})" for group in ulysses[-1:])
+        tp = f"(TP {linear.tp_group.size()})"
         if row:
             return f"A2A(x){cp}, GEMM + RS {tp}", f"AG(dy) + GEMM {tp}, A2A{cp}", again
         return f"AG(x) + GEMM {tp}, A2A{cp}", f"A2A(dy){cp}, GEMM + RS {tp}", again
     if sends == "A2A":
-        cp = "".join(f" (CP {group.size()})" for group in groups_of(linear)[-1:])
         if row:
             return f"A2A(x) + GEMM{cp}", f"GEMM + A2A{cp}", again
         return f"GEMM + A2A{cp}", f"A2A(dy) + GEMM{cp}", "GEMM with the received dy"
@@ -213,7 +200,7 @@ def _passes(linear: Any) -> tuple[str, str, str]:
 
 
 def _lines(rows: Sequence[LinearReport]) -> list[str]:
-    """The heading and the rows. A reason that does not fit into its column goes on in the next line."""
+    """The heading and the rows. A reason that is too wide goes on in the next line."""
     cells = [("linear", "method", "calls"), *((row.name, row.method, row.calls) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     indent = " " * (sum(widths) + 2 * len(widths))
@@ -294,7 +281,7 @@ def _prints() -> bool:
 
 
 def stage() -> str:
-    """This rank's pipeline stage in words, for example "pipeline stage 0 of 2"; empty without a pipeline."""
+    """For example "pipeline stage 0 of 2"; empty without a pipeline."""
     if not parallel_state.model_parallel_is_initialized():
         return ""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -308,8 +295,8 @@ def counters(model: Model) -> dict[str, float]:
         overlap_train/<slot>/fallback_calls     forward calls that took Megatron's own path
         overlap_train/symmetric_mib             symmetric memory of this rank, in MiB
 
-    Calls are counted from the start of the process, recomputed ones included. Megatron writes from the last rank: with a
-    pipeline these are the figures of the last stage.
+    Calls are counted from the start of the process, recomputed ones included. With a pipeline Megatron writes those of the last
+    stage.
     """
     values: Counter[str] = Counter()
     linears = overlapped_linears(model)

@@ -21,8 +21,8 @@ from .parts import Part, cut_exchange
 
 
 class Terms(NamedTuple):
-    """What the caller says about a call. config, name: see linear_all_to_all. meaning: in what else ranks must agree, in words;
-    it becomes part of the call's tags. on_plan: see all_gather_linear; of parts it is told that of the first."""
+    """What the caller says about a call. meaning: in what else ranks must agree, in words, as part of the call's tags. on_plan:
+    of parts it is told that of the first."""
 
     config: OverlapConfig | None
     name: str

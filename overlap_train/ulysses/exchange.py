@@ -84,8 +84,7 @@ class SequenceRows(Rows):
 
 
 class Places(NamedTuple):
-    """How the tensors of one call of to_rows hold the rows that are exchanged. rows, is_padded: see SequenceRows; rows None: they
-    lie rank after rank. batch: rows of a position."""
+    """How tensors hold the rows that to_rows exchanges. rows, is_padded: see SequenceRows; rows None: rank after rank."""
 
     world_size: int
     batch: int
@@ -179,7 +178,7 @@ class Linear:
         return replace(self, w=w)
 
     def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """The rows of a part of a shard x [positions * batch, C]."""
+        """Those of a part of a shard x [positions * batch, C]."""
         return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     def gradient(self) -> WeightGradient:

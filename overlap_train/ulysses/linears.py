@@ -55,12 +55,8 @@ def linear_all_to_all(
             are summed in fp32, in a fixed order. None: N is split evenly.
         group, config, name: see all_gather_linear.
 
-    Returns:
-        y_shard_n in the dtype of x_shard_m; products are accumulated in fp32.
-
     Raises:
-        ValueError: as all_gather_linear; N, or the query heads, cannot be divided by W.
-        OverlapTimeoutError, RuntimeError: as all_gather_linear.
+        ValueError, OverlapTimeoutError, RuntimeError: as all_gather_linear; N, or the query heads, cannot be divided by W.
     """
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
@@ -130,14 +126,14 @@ def qkv_all_to_all(
     rounded to the dtype of x, as separate passes would.
 
     For backward, `qk_norm` keeps q and k as they are before the norm: s x b x (query + kv) / W x dim elements, as many as a
-    separate norm. (They cannot be worked out from its results, which may be written into, and whose weights may be 0.)
+    separate norm.
 
     With a `tp_group` of T ranks weights are divided over it, and x over both groups: x is one of T equal parts of this rank's
-    shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. The product gathers x over
-    `tp_group`. A long sequence passes in parts; the product of one hides the exchange of another.
+    shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. A long sequence passes in
+    parts; the product of one, which gathers x over `tp_group`, hides the exchange of another.
 
-    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Each shard is then padded to the
-    longest one, and padding is multiplied and sent as rows are: 6000 and 2000 rows on two ranks cost what 12000 rows cost.
+    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Each shard is padded to the
+    longest, and padding costs what rows cost: 6000 and 2000 rows on two ranks as much as 12000 rows.
 
     Args:
         shards: who has which rows; the same as of attention_output_linear.
@@ -193,7 +189,7 @@ def attention_output_linear(
     Arguments, errors: see qkv_all_to_all and all_to_all_linear.
     """
     if torch.compiler.is_compiling():
-        return run_eagerly(  # type: ignore[return-value]
+        return run_eagerly(
             attention_output_linear, x, w, bias, shards=shards, config=config, name=name, on_plan=on_plan
         )
     _check_shards(shards, name)

@@ -3,9 +3,8 @@
     to_heads    y = all_to_all(all_gather(x) @ w.T)        gathered over TP inside the product, then exchanged over Ulysses' ranks
     to_rows     y = reduce_scatter(all_to_all(x) @ w.T)    exchanged, then scattered over TP inside the product
 
-A part is an operator of the TP group and an all-to-all of the Ulysses group. Each group has a domain of its own, with slots and a
-copy engine. The product of a part runs while copies exchange the part before or after it (parts.py). All ranks enter both domains
-in one order: whoever waits has sent, in both, all that comes before.
+A part is an operator of the TP group and an all-to-all of the Ulysses group. The product of a part runs while copies exchange the
+part before or after it. All ranks enter both domains in one order: whoever waits has sent, in both, all that comes before.
 
     to_heads          [product 0] [product 1     ] [product 2     ]                 [a]: all-to-all of part a
                                   [0]              [1]              [2]
@@ -51,8 +50,7 @@ from .parts import Part, cut, parts_that_hide, run_steps
 
 @dataclass(slots=True)
 class ShardedLinear(Linear):
-    """One call of a Ulysses projection under tensor parallelism, as exchange.Linear. weight: this TP rank's shard; w: the same as
-    autograd has kept it. Parts have a product each.
+    """One call of a Ulysses projection under tensor parallelism. weight: this TP rank's shard; w: as autograd has kept it.
 
     copies: int64 [N'], which columns of the product are sent, rank after rank; None: all as they lie. batch: rows of one position
     of a TP rank's shard. tensor: TP ranks.
@@ -66,7 +64,7 @@ class ShardedLinear(Linear):
         return part.exchange.domain.span.products_beside(part.exchange.plan.fprop)
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
-        """y = all_to_all(all_gather(x [positions * batch, K]) @ w.T). Returns x for the weight gradient, perhaps as gathered."""
+        """Returns x [positions * batch, K] for the weight gradient, perhaps as gathered."""
         kept = []
 
         def multiplied(part: Part) -> torch.Tensor:
@@ -84,7 +82,6 @@ class ShardedLinear(Linear):
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(dx, dw). x: as `to_heads` returned it; None if dw is not wanted."""
         dx, dw = [], None if x is None else self.gradient()
         batch = self.batch * (self.tensor if self.parts[0].product.keeps else 1)
 
@@ -99,7 +96,6 @@ class ShardedLinear(Linear):
         return _together(dx) if wants_dx else None, None if dw is None else dw.result()
 
     def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(y [positions * batch, N] = reduce_scatter(all_to_all(x) @ w.T), what each part has received if it is kept)."""
         y, kept = [], []
 
         def multiplied(part: Part, receiver: AllToAllGemm) -> None:
@@ -115,7 +111,6 @@ class ShardedLinear(Linear):
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows. x, dx: see exchange.Linear.rows_backward."""
         dw = None if x is None else self.gradient()
         kept = iter(x) if isinstance(x, list) else iter(())
         resent = None if isinstance(x, list) else x
