@@ -4,17 +4,15 @@
       -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
 
 The exchange's own pass takes norms and rotary positions where it can (norm.py). The core attention has context parallelism 1, all
-rows, and the heads of one rank.
-
-W: context-parallel ranks; with tensor parallelism and sequence parallelism x is [s / (W tp), b, h] and heads are those of one
-tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
+rows, and the heads of one rank. W: context-parallel ranks; with tensor parallelism x is [s / (W tp), b, h] and heads are those of
+one tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +92,7 @@ def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
 
 
 def no_exchange(why: str | None) -> Problem | None:
-    """The problem of an attention that cannot exchange. why: what the table of linears says of it; None: it can."""
+    """why: what the table of linears says of an attention that cannot exchange."""
     if why is None:
         return None
     instead = "take TransformerEngine's own context parallelism with cp_comm_type 'p2p' or 'all_gather'"
@@ -120,12 +118,10 @@ def why_not_ulysses(attention: Any) -> str | None:
     return bad_setting(config, attention.pg_collection.cp.size())
 
 
-def sharing_attentions(model: Model) -> Iterator[Any]:
+def sharing_attentions(model: Model) -> list[Any]:
     """All attentions of a model under context parallelism, Ulysses' and others."""
-    for chunk in chunks_of(model):
-        for module in chunk.modules():
-            if isinstance(module, Attention) and module.config.context_parallel_size > 1:
-                yield module
+    attentions = [x for chunk in chunks_of(model) for x in chunk.modules() if isinstance(x, Attention)]
+    return [attention for attention in attentions if attention.config.context_parallel_size > 1]
 
 
 def is_asked_for(attention: Any) -> bool:
@@ -170,21 +166,12 @@ class UlyssesSelfAttention(SelfAttention):
         self.whole = whole or WholeSequence()
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Any = None,
-        rotary_pos_sin: Any = None,
-        rotary_pos_cos_sin: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None, inference_context: Any = None, rotary_pos_emb: Any = None,
+        rotary_pos_cos: Any = None, rotary_pos_sin: Any = None, rotary_pos_cos_sin: Any = None,
+        attention_bias: torch.Tensor | None = None, packed_seq_params: Any = None, sequence_len_offset: Any = None,
+        *, inference_params: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """(output [s/W, b, h], bias or None). attention_mask: [b, 1, s/W, s], this rank's rows, or of all rows. Raises ValueError
         for a call that is not of self-attention in training or evaluation, or whose rows cannot be cut as Megatron cuts them."""
         group, others = self._group(packed_seq_params), dict(

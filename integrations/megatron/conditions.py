@@ -2,8 +2,7 @@
 
 `bad_combination` looks at a model's settings before its linears are changed. `fallback_reason` is asked on every call, because
 Megatron-Core changes built linears: inference toggles `output_layer.sequence_parallel`, shared experts set
-`explicit_expert_comm`, weights are frozen and unfrozen. A call with a reason runs Megatron's own code. Every rank of the group
-finds the same reason, therefore all of them take the same path.
+`explicit_expert_comm`, weights are frozen and unfrozen. Every rank of the group finds the same reason.
 """
 
 from __future__ import annotations
@@ -112,10 +111,8 @@ def fallback_reason(
 ) -> str | None:
     """Why this call runs Megatron's own code; None where it overlaps.
 
-    Args:
-        x: input, [s/W, b, K] of a column-parallel linear or [s, b, K/W] of a row-parallel one.
-        weight: the weight of this call, which is the embedding's where weights are tied.
-        call: the keyword arguments of ColumnParallelLinear._forward_impl.
+    x: [s/W, b, K] of a column-parallel linear, [s, b, K/W] of a row-parallel one. weight: of this call, which is the embedding's
+    where weights are tied. call: the keyword arguments of ColumnParallelLinear._forward_impl.
     """
     reason = standing_reason(linear, weight) or _call_reason(linear, call)
     reason = reason or _input_reason(linear, x, weight, linear.tp_group)
@@ -126,12 +123,8 @@ def fallback_reason(
 
 
 def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:
-    """Why a linear of a Ulysses attention does not exchange within its product in this call; None where it does.
-
-    Args:
-        x: input, [s/W, b, K] of linear_qkv or [s, b, K/W] of linear_proj.
-        group: the context-parallel group of this call; None: this call has none.
-    """
+    """Why a linear of a Ulysses attention does not exchange within its product in this call; None where it does. group: the
+    context-parallel group of this call, if it has one."""
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
     reason = standing_reason(linear, linear.weight, exchanges=True) or _call_reason(linear, NOTHING)
@@ -147,7 +140,12 @@ def divides_weights(linear: ParallelLinear) -> bool:
 def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchanges: bool = False) -> str | None:
     """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product."""
     placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
-    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+    reason = placement or _feature_reason(linear)
+    if reason is None and weight is not None and not weight.requires_grad:
+        return "frozen weight"
+    if reason is None and weight is not None and getattr(weight, "__fsdp_param__", False):
+        return "Megatron-FSDP owns the weight's gradient"
+    return reason
 
 
 def attribute(holder: Any, name: str, default: Any) -> Any:
@@ -184,14 +182,6 @@ def _feature_reason(linear: ParallelLinear) -> str | None:
         return "fp8 or fp4: only TransformerEngine's linears compute in it"
     if getattr(config, "cpu_offloading", False) or getattr(config, "fine_grained_activation_offloading", False):
         return "activations are offloaded to the CPU"
-    return None
-
-
-def _weight_reason(weight: torch.Tensor) -> str | None:
-    if not weight.requires_grad:
-        return "frozen weight"
-    if getattr(weight, "__fsdp_param__", False):
-        return "Megatron-FSDP owns the weight's gradient"
     return None
 
 

@@ -1,9 +1,8 @@
 """Run Megatron-Core on CPU processes: nothing here is used where CUDA is available.
 
-Megatron-Core names the CUDA device in its own source (`device=torch.cuda.current_device()`, `device="cuda"`) and
-draws random numbers from the CUDA generator. `run_without_cuda()` gives the modules listed in `CUDA_USERS` a stand-in
-for their global name `torch` which answers those requests with the CPU, and replaces four functions that cannot be
-answered that way. `torch` itself stays as it is, so the caller's own code sees no difference.
+Megatron-Core names the CUDA device in its own source and draws random numbers from the CUDA generator. `run_without_cuda()` gives
+the modules listed in `CUDA_USERS` a stand-in for their global name `torch` which answers those requests with the CPU, and
+replaces four functions that cannot be answered that way. `torch` itself stays as it is.
 
 What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
 "torch.cuda.FloatTensor"), a virtual pipeline, experts, CUDA graphs, TransformerEngine.

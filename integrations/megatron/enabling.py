@@ -4,8 +4,7 @@ Only the class of a linear changes: parameters, their attributes, hooks and chec
 weight that another module has, too, gets Megatron's mark for tied weights. Under Ulysses (context parallelism with cp_comm_type
 "a2a") the class of the self-attention changes, too, and its core attention, which has no parameters, is built anew.
 
-Importing this module lets gradient accumulation fusion work without Apex. Megatron refuses it while the model is built, so
-enable() itself would come too late.
+Importing this module lets gradient accumulation fusion work without Apex: enable() itself would come too late for that.
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
 
     Every rank of the job calls it with the same config; it does not communicate. Linears that cannot overlap (experts,
-    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints a line, and another one
-    for a Megatron-Core that was not tested. The table of linears follows in the first training step, when sizes are known: rank 0
-    prints it and, in a pipeline, the first rank of each other stage. A second call with the same config changes and prints
-    nothing, also after DDP has wrapped the model.
+    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints a line. The table of
+    linears follows in the first training step: rank 0 prints it and, in a pipeline, the first rank of each other stage. A second
+    call with the same config changes and prints nothing, also after DDP has wrapped the model.
 
     A model with gradient_accumulation_fusion=True needs no Apex if `enable` is imported before the model is built. Its linears
     then add weight gradients into main_grad; with config.main_grad="off" those that were enabled return them, fusion or not.
@@ -81,7 +79,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     _refuse_other_config(chunks, config)
     attentions = find_attentions(chunks, config)
     wanted = [each for each in _wanted(chunks, config) if not is_overlapped(each[2])]
-    pending = [each for each in wanted if attentions.why_not(each[2]) is None]
+    pending = [each for each in wanted if why_not(each[2], attentions.exchanges(each[2])) is None]
     if not pending and overlapped_linears(chunks):
         return report(chunks)
     hopeless = _problem_of_model(chunks)
@@ -91,7 +89,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     if hopeless is None:
         attentions.turn(config.timeout_s)
         for name, slot, linear in pending:
-            attentions.overlap(linear, config, slot, name)
+            exchanging = attentions.exchanges(linear)
+            forms = exchanging_forms(divides_weights(linear)) if exchanging else overlapped_forms()
+            turn_linear(linear, forms[type(linear)], config, slot, name)
         mark_shared_weights(chunks, overlapped_linears(chunks))
         FirstTable(chunks)
     told = None if problem is None else str(problem)
@@ -112,15 +112,6 @@ class Attentions:
             if linear is attention.linear_qkv or linear is attention.linear_proj:
                 return attention.pg_collection.tp.size() == 1 or why_not(linear, exchanges=True) is None
         return False
-
-    def why_not(self, linear: Any) -> str | None:
-        """Why no call of a linear can overlap, within its attention's exchange or over tensor parallelism; None: some can."""
-        return why_not(linear, self.exchanges(linear))
-
-    def overlap(self, linear: Any, config: OverlapConfig, slot: str, name: str) -> None:
-        """Overlap a linear in place, of which `why_not` is None."""
-        forms = exchanging_forms(divides_weights(linear)) if self.exchanges(linear) else overlapped_forms()
-        turn_linear(linear, forms[type(linear)], config, slot, name)
 
     def turn(self, timeout_s: float) -> None:
         """Make them Ulysses', with core attentions built anew for the heads of one rank. timeout_s: see WholeSequence."""
@@ -236,7 +227,5 @@ def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfi
         for setting in fields(config):
             mine, other = getattr(config, setting.name), getattr(theirs, setting.name)
             if mine != other:
-                raise ValueError(
-                    f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}; build the "
-                    "model anew, or use one config for every enable()"
-                )
+                what = f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}"
+                raise ValueError(f"{what}; build the model anew, or use one config for every enable()")

@@ -1,8 +1,7 @@
 """Overlapped linears inside a CUDA graph of all passes of a step: Megatron's full-iteration graph, or one's own.
 
-Megatron's FullCudaGraphWrapper calls its forward_backward_func while it captures, and our launcher brackets that call. Graphs of
-single layers (`--cuda-graph-impl local` and `transformer_engine`) are not bracketed: each of them would need barriers of its own,
-and the operators refuse to be captured there.
+Megatron's FullCudaGraphWrapper calls its forward_backward_func while it captures, and our launcher brackets that call. The
+operators refuse to be captured into graphs of single layers (`--cuda-graph-impl local` and `transformer_engine`).
 """
 
 from __future__ import annotations

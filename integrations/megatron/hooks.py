@@ -11,9 +11,8 @@
 The second to fourth only with --overlap-train. They fit Megatron-LM core_v0.16 to 0.20-dev and the `megatron.training` of
 the megatron-core 0.19 wheel. In another Megatron that lacks one of them, the import of that module raises.
 
-A user's script decides when Megatron is imported, and from which folder: it may change sys.path first. Nothing here may import
-Megatron, or a module of ours that does, before the script has. `after_import` sees each module between the end of its own code
-and the first `from module import name` of somebody else.
+A user's script decides when Megatron is imported, and from which folder. Nothing here may import Megatron, or a module of ours
+that does, before the script has. `after_import` sees each module before the first `from module import name` of somebody else.
 """
 
 from __future__ import annotations
@@ -84,6 +83,9 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+_ENABLE = (
+    "call overlap_train.integrations.megatron.enable(model) where the script builds its model, before DDP wraps it"
+)
 SUPPORTED = "Megatron-LM core_v0.16 to 0.20-dev, or the megatron-core 0.19 wheel"
 
 
@@ -96,9 +98,8 @@ def replace(functions: Mapping[str, Callable[..., Any]], module: ModuleType) -> 
 
 
 def no_place(where: str, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"this Megatron's {where} has no {what}, which overlap_train hooks into; supported: {SUPPORTED}"
-    )
+    lacks = f"this Megatron's {where} has no {what}"
+    return RuntimeError(f"{lacks}, which overlap_train hooks into; supported: {SUPPORTED}")
 
 
 def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,10 +181,8 @@ class ScriptHooks:
             "megatron.core.transformer.transformer_block": {"_get_block_submodules": calling_spec_functions},
         }
         if self._overlap is not None:
-            hooks["megatron.training.training"] = {
-                "setup_model_and_optimizer": self._enabling,
-                "training_log": self._counting,
-            }
+            training = {"setup_model_and_optimizer": self._enabling, "training_log": self._counting}
+            hooks["megatron.training.training"] = training
             hooks["megatron.core.full_cuda_graph"] = {"FullCudaGraphWrapper": _bracketing}
         return {name: functools.partial(replace, functions) for name, functions in hooks.items()}
 
@@ -218,8 +217,7 @@ class ScriptHooks:
             if len(self._chunks) == before:
                 raise RuntimeError(
                     "--overlap-train: Megatron's setup_model_and_optimizer built a model in a way that overlap_train does not "
-                    f"know (supported: {SUPPORTED}); call overlap_train.integrations.megatron.enable(model) where the "
-                    "script builds it, before DDP wraps it"
+                    f"know (supported: {SUPPORTED}); {_ENABLE}"
                 )
             return result
 
@@ -279,8 +277,7 @@ class ScriptHooks:
         if not self._chunks:
             raise RuntimeError(
                 f"--overlap-train: {when}, and no model was built by megatron.training's setup_model_and_optimizer, so nothing "
-                "overlaps; call overlap_train.integrations.megatron.enable(model) where the script builds its model, "
-                "before DDP wraps it, or leave the flag out"
+                f"overlaps; {_ENABLE}, or leave the flag out"
             )
 
 

@@ -104,8 +104,7 @@ def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(bias to add, bias to return to a caller that adds it itself). TE's linears without a bias have an empty one."""
     bias = linear.bias if attribute(linear, "use_bias", True) else None
     is_returned = attribute(linear, "te_return_bias", None)
-    if is_returned is None:
-        is_returned = linear.skip_bias_add
+    is_returned = linear.skip_bias_add if is_returned is None else is_returned
     return (None, bias) if is_returned else (bias, None)
 
 
@@ -137,7 +136,7 @@ class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
 class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
     """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
 
-    enable() makes it of a RowParallelLinear. It replaces `forward`, because Megatron reduces there.
+    enable() makes it of a RowParallelLinear.
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,15 +1,12 @@
 """Which weight gradients go straight into `weight.main_grad`, how calls that fall back join in, and the fusion without Apex.
 
 Megatron's DDP gives every parameter a buffer `main_grad`, fp32 or 16-bit, and a mark `grad_added_to_main_grad`. A backward that
-has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So one
-call of a step that adds loses the gradients of all later calls that return theirs. Overlapped calls of a weight and those that
-fall back therefore all add (`accumulates`), or all return. A weight that another module of the model uses, too, is marked
-(`mark_shared_weights`).
+has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So
+overlapped calls of a weight and those that fall back all add (`accumulates`), or all return.
 
 With `gradient_accumulation_fusion` Megatron itself adds there by the extension `fused_weight_gradient_mlp_cuda`. Apex compiles
 it, no wheel brings it, and without it Megatron refuses to build linears with that setting. A module of that name that calls
-torch (`addmm` with `out_dtype`) serves the linears of Megatron, the output layer among them, and overlapped ones where a call
-falls back.
+torch serves the linears of Megatron, and overlapped ones where a call falls back.
 """
 
 from __future__ import annotations

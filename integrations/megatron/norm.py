@@ -1,9 +1,8 @@
 """RMSNorm and LayerNorm for sequence parallelism, and which norms of q and k an exchange's own pass can do.
 
-Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial
-sum. Megatron reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`; a
-norm that forgets the mark trains on without an error and drifts. Parameters are named `weight` (and `bias`), as in
-Megatron's own norms, so checkpoints are the same.
+Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial sum. Megatron
+reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`. Parameters are named `weight`
+(and `bias`), as in Megatron's own norms, so checkpoints are the same.
 
 The pass of an exchange can do RMSNorms over a head's features with nobody watching them but Megatron's DDP: with
 --overlap-param-gather a forward pre-hook of each module waits for its gathered weights, and the pass calls these hooks.
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x², -1) + eps) * weight; x [..., hidden_size], y of the same shape in the dtype of `weight`.
-
-    With `zero_centered` the stored weight is the distance from one: y = x / rms(x) * (1 + weight).
-    Statistics are computed in fp32.
-    """
+    """y = x / sqrt(mean(x², -1) + eps) * weight; x [..., hidden_size], y of the same shape in the dtype of `weight`. With
+    `zero_centered` y = x / rms(x) * (1 + weight). Statistics are computed in fp32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -60,23 +56,14 @@ class LayerNorm(RMSNorm):
 
 
 class Norm:
-    """The norm that `config.normalization` names, with the constructor of Megatron's WrappedTorchNorm.
-
-    A class and not a function, because Megatron-Core 0.16 puts a function into the model as it is.
-    `persist_layer_norm` and `memory_efficient_layer_norm` choose among kernels with the same result; they are ignored.
-    Raises ValueError for a `config.normalization` other than "RMSNorm" and "LayerNorm".
-    """
+    """The norm that `config.normalization` names, with the constructor of Megatron's WrappedTorchNorm. A class and no function:
+    Megatron-Core 0.16 puts a function into the model as it is. Raises ValueError for another `config.normalization`."""
 
     def __new__(  # type: ignore[misc]
-        cls,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
-    ) -> RMSNorm:
-        """Build it. The last three arguments are Megatron's; like Megatron's own norm this reads `config` instead."""
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False, normalization: str = "LayerNorm",
+    ) -> RMSNorm:  # fmt: skip
+        """The last three arguments are Megatron's; like Megatron's own norm this reads `config` instead."""
         kinds = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
         if config.normalization not in kinds:
             raise ValueError(

@@ -81,8 +81,8 @@ class Documents:
 
 
 def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:
-    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config, or else
-    cuts_packs_as_sequences. Where none says anything it is "zigzag": Megatron-Core up to 0.19 cuts in no other way."""
+    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config, or
+    cuts_packs_as_sequences; else "zigzag", as Megatron-Core up to 0.19."""
     said = (getattr(holder, "cp_partition_mode", None) for holder in (packed, config))
     default = ZIGZAG_OF_PACK if packed is not None and getattr(config, _CUTS_PACKS, False) else ZIGZAG
     return next((mode for mode in said if mode is not None), default)

@@ -43,16 +43,10 @@ class SDPACoreAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ValueError for settings of `config` that change the attention in a way not offered here."""
         super().__init__(config=config)
         if problem := broken_rule(config, _RULES):
@@ -65,15 +59,10 @@ class SDPACoreAttention(MegatronModule):
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """query [sq, b, n, d], key and value [sk, b, g, d] with n a multiple of g -> context [sq, b, n·d].
 
         `attention_mask` (bool, broadcasts to [b, n, sq, sk], True hides) decides alone where it is given, as in
@@ -133,18 +122,13 @@ def _refuse_call(
             f"attention_bias={type(attention_bias).__name__}: SDPACoreAttention takes attention_bias=None only; use "
             "attention_mask, or TransformerEngine's core attention in the layer spec"
         )
-    if packed_seq_params is None:
-        return
-    if packed_seq_params.qkv_format != "thd":
-        raise ValueError(
-            f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}: SDPACoreAttention takes packed sequences as 'thd'; "
-            "set it, or pass packed_seq_params=None"
-        )
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask beside packed_seq_params: documents attend within themselves, without a mask; pass "
-            "attention_mask=None"
-        )
+    if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
+        what = f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}"
+        rule = "SDPACoreAttention takes packed sequences as 'thd'"
+        raise ValueError(f"{what}: {rule}; set it, or pass packed_seq_params=None")
+    if packed_seq_params is not None and attention_mask is not None:
+        rule = "documents attend within themselves, without a mask"
+        raise ValueError(f"attention_mask beside packed_seq_params: {rule}; pass attention_mask=None")
 
 
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -1,9 +1,8 @@
 """What the parallel linears of a model do: report() as data, the table of it, when it is printed, and counters.
 
 The table is printed once, when sizes are known: at the first gradient that reaches one of the linears. At that time every linear
-that takes part in a step has had its forward: backward begins after the forward of all layers and, in a virtual pipeline, of all
-chunks. That holds with recomputation, whose first forward has no gradient, with several micro-batches in flight, and for graphs,
-which are captured after eager steps. Validation and inference have no gradient and print nothing.
+that takes part in a step has had its forward, also with recomputation, a virtual pipeline, several micro-batches in flight, and
+for graphs, which are captured after eager steps. Validation and inference have no gradient and print nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -47,8 +47,7 @@ class LinearReport:
     method: of the last call which the host made (a CUDA graph goes on with what it has captured): "fused", or "fused / chunked"
         where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code; "-" before the first call.
     reasons: why that method: one, or those of fprop and of dgrad.
-    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code since the linear was enabled,
-        recomputed ones included. Those of the method collective are among our operators'.
+    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code, recomputed ones included.
     exchange: of an attention's linear under context parallelism: how ranks get each other's rows, where its product does not.
     parts: over TP and Ulysses: into how many parts the last call was cut, which hide each other's exchanges.
     """
@@ -104,9 +103,8 @@ class Report:
 
     @property
     def heading(self) -> str:
-        """A line that is found among the thousands that Megatron prints, and says at once whether overlap acts."""
-        ours = sum(linear.overlapped_calls > 0 for linear in self.linears)
-        exposed = sum(linear.is_collective for linear in self.linears)
+        """A line that says at once, among the thousands that Megatron prints, whether overlap acts."""
+        ours, exposed = sum(x.overlapped_calls > 0 for x in self.linears), sum(x.is_collective for x in self.linears)
         where = f"{stage()}, layers counted within it: " if stage() else ""
         without = f", {exposed} of them not overlapped (collective)" if exposed else ""
         return f"overlap_train: {where}{ours} of {len(self.linears)} linears run our operators{without}"
@@ -173,8 +171,7 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
 
 
 def _passes(linear: Any) -> tuple[str, str, str]:
-    """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call, none before the first; TP: tensor-parallel
-    ranks."""
+    """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call; TP: tensor-parallel ranks."""
     over_tp, row, exchanged = (
         divides_weights(linear),
         is_row(linear),
@@ -214,7 +211,7 @@ def _lines(rows: Sequence[LinearReport]) -> list[str]:
 
 
 def _lines_of_passes(rows: Sequence[LinearReport]) -> list[str]:
-    """What the passes do, in a line for all linears that do the same. A slot whose linears differ is named by its linears."""
+    """A line for all linears that do the same. A slot whose linears differ is named by its linears."""
     passes = [(row, (row.fprop, row.dgrad, row.wgrad)) for row in rows if row.fprop != "-"]
     kinds = Counter(slot for slot, _ in {(row.slot, does) for row, does in passes})
     named: dict[tuple[str, str, str], list[str]] = {}
@@ -238,12 +235,8 @@ def _folded(rows: Sequence[LinearReport], part: str) -> list[LinearReport]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    in_a_row = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in in_a_row]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
@@ -264,7 +257,7 @@ class FirstTable:
 
 
 def print_table(model: Model) -> None:
-    """Print the table of an enabled model now, unless it has been printed: after a run without a backward, for instance."""
+    """Print the table of an enabled model now, unless it has been printed."""
     for linear in overlapped_linears(model):
         if linear.overlap.on_gradient is not None:
             linear.overlap.on_gradient()

@@ -4,12 +4,11 @@
     linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
 W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
-in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back: it is
-Megatron's forward. Only the class of a built module changes: parameters and checkpoint keys stay.
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call is Megatron's forward. Only the class
+of a built module changes: parameters and checkpoint keys stay.
 
-Where tensor parallelism (TP) divides the weights, linear_qkv is AG(x) + GEMM over TP and then the all-to-all, linear_proj the
-all-to-all and then GEMM + RS over TP. A long sequence passes in parts: the product of one hides the exchange of another. Where
-that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
+Where tensor parallelism (TP) divides the weights, a long sequence passes in parts: the product of one hides the exchange of
+another. Where that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """What a Ulysses attention needs of other ranks beside its operators: parts of what each has, and exchanges by collectives.
 
 Megatron gives each rank its part of the rotary frequencies and of the mask. After the exchange a rank has all rows, therefore the
-parts are put together again, once for all layers of a forward. All ranks of the group do that in the same calls.
-torch.distributed would wait without naming anybody; here the wait is bounded.
+parts are put together again, once for all layers of a forward, by all ranks in the same calls, within bounded time.
 
-The exchange of finished q, k, v and context by torch.distributed's all-to-all is right everywhere and overlapped with nothing. It
-serves where no operator multiplies and exchanges at once: sequences over TP that are too short for parts, evaluation mode, and
-linears that have no overlapped form. Its gradient is the exchange back, which is itself.
+The exchange of finished q, k, v and context by torch.distributed's all-to-all serves where no operator multiplies and exchanges
+at once: sequences over TP that are too short for parts, evaluation mode, and linears that have no overlapped form.
 """
 
 from __future__ import annotations

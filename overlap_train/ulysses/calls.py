@@ -34,7 +34,7 @@ class Terms(NamedTuple):
         return self._replace(meaning=(*self.meaning, meaning))
 
     def in_parts(self, positions: int) -> Terms:
-        """The terms of a part. Shards of other lengths may have equal parts, and more of them, which must not pair up."""
+        """Shards of other lengths may have equal parts, and more of them, which must not pair up."""
         return self.also(f"a part of {positions} positions a rank")
 
 

@@ -64,9 +64,7 @@ class RankRows(Rows):
 
 class SequenceRows(Rows):
     """x [s, b, C] in the order of the sequence. rows: int64 [W, positions], or [W, T, positions], which of them each rank has.
-
-    is_padded: some are -1. Padding is sent as zeros, and what arrives of it is written to row s, which x then has, too.
-    """
+    is_padded: some are -1. Padding is sent as zeros, and what arrives of it is written to row s, which x then has, too."""
 
     def __init__(self, x: torch.Tensor, rows: torch.Tensor, is_padded: bool) -> None:
         self.x, self._rows, self._is_padded = x, rows, is_padded
@@ -98,10 +96,7 @@ class Places(NamedTuple):
 
 
 class HeadRows(Rows):
-    """q [s, b, query, dim], k and v [s, b, kv, dim], or their gradients.
-
-    rows: int64 [W, positions], which row of the sequence each row of each rank is; -1: padding. bias: added to what is taken.
-    """
+    """q [s, b, query, dim], k and v [s, b, kv, dim], or gradients. rows: as of SequenceRows. bias: added to what is taken."""
 
     def __init__(
         self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None, norm: HeadNorm | None
@@ -146,11 +141,8 @@ class Turn(NamedTuple):
 @dataclass(slots=True)  # made at each call: frozen it would take 0.6 microseconds more
 class Linear:
     """One call of a Ulysses linear. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it
-    [N', K].
-
-    copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position. turn: the call is timed as a whole,
-    because parts, whose exchanges run beside each other's products, have no times of their own.
-    """
+    [N', K]. copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position. turn: the call is timed as
+    a whole, because parts, whose exchanges run beside each other's products, have no times of their own."""
 
     parts: tuple[Part, ...]
     weight: torch.Tensor
@@ -242,12 +234,8 @@ class Linear:
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows.
-
-        Args:
-            x: the rows to send again, or what forward received and kept; None: dw is not wanted.
-            dx: where to write dx; None: it is not wanted.
-        """
+        """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept; None: dw is not
+        wanted. dx: where to write dx; None: it is not wanted."""
         dw = self.gradient()
         with self._timed(is_forward=False, is_whole=dx is not None):
             if x is None or isinstance(x, list):

@@ -7,12 +7,8 @@ attention wants them in the order of the sequence:
     zigzag       the sequence is cut into 2 W chunks, and rank r holds chunks r and 2 W - 1 - r (Megatron's causal balance)
     documents    zigzag within each document of a packed sequence (Megatron with packed_seq_params)
 
-Shards of different lengths are padded with zeros to the longest one. So slots, parts, methods and plans are those of equal
-shards, and padding costs what rows cost: W x longest instead of s. The caller sees none of it:
-
-    x_shard_m [length, b, K]    padded on its way in, unless it is the longest; autograd cuts its gradient
-    y_shard_m [longest, b, N]   cut on its way out; autograd pads its gradient with zeros, so padding adds nothing to dw
-    q, k, v                     padding is -1 in `rows`, and nothing is written for it
+Shards of different lengths are padded with zeros to the longest one: x on its way in, y is cut on its way out, autograd does
+the same with their gradients, and of q, k and v padding is -1 in `rows`. Slots, parts and plans are those of equal shards.
 """
 
 from __future__ import annotations
@@ -32,11 +28,9 @@ Make = Callable[..., torch.Tensor]  # (device, what it depends on ...)
 
 
 def kept(make: Make) -> Make:
-    """`make` of index tensors, of which the last 32 are kept: 2 MB for 256 k rows.
-
-    None is an inference tensor, which autograd would refuse in later calls. A CUDA graph makes its own: what is made while it is
-    captured is there only after a replay, and what was made before may be forgotten here while the graph still reads it.
-    """
+    """`make` of index tensors, of which the last 32 are kept: 2 MB for 256 k rows. None is an inference tensor, which autograd
+    would refuse later. A CUDA graph makes its own: what is made while it is captured is there only after a replay, and what
+    was made before may be forgotten here while the graph still reads it."""
     make_ordinary = torch.inference_mode(False)(make)
     known = functools.lru_cache(maxsize=32)(make_ordinary)
 
@@ -98,10 +92,8 @@ class AttentionHeads:
         return None
 
     def sent_rows(self, world_size: int, device: torch.device) -> torch.Tensor | None:
-        """Rows of the weight [N, K] in the order in which their products are sent, rank after rank; None: as they lie.
-
-        Where there are fewer KV heads than ranks, k and v of one head go to several ranks.
-        """
+        """Rows of the weight [N, K] in the order in which their products are sent, rank after rank; None: as they lie. With fewer
+        KV heads than ranks k and v of one head go to several ranks."""
         return None if self.kv % world_size == 0 else _sent_rows(device, self, world_size)
 
 
@@ -157,23 +149,20 @@ class SequenceLayout:
         if self.kind == "contiguous":
             return None
         starts = self.document_starts or (0, rows)
-        said, lengths = (
-            f"{name}: layout.document_starts={starts} must",
-            [end - first for first, end in pairwise(starts)],
-        )
+        lengths, chunks = [end - first for first, end in pairwise(starts)], 2 * world_size
         if starts[0] != 0 or starts[-1] != rows:
-            return f"{said} begin with 0 and end with the {rows} rows of all ranks"
-        if min(lengths) <= 0:
-            return f"{said} rise: leave out documents without rows"
-        wrong = next((length for length in lengths if length % (2 * world_size)), None)
-        return (
-            None
-            if wrong is None
-            else (
-                f"{name}: a sequence or document of {wrong} rows cannot be cut into the {2 * world_size} equal chunks of a "
-                f"zigzag over {world_size} ranks; pad it to a multiple of {2 * world_size}"
+            return (
+                f"{name}: layout.document_starts={starts} must begin with 0 and end with the {rows} rows of all ranks"
             )
-        )
+        if min(lengths) <= 0:
+            return f"{name}: layout.document_starts={starts} must rise: leave out documents without rows"
+        for length in lengths:
+            if length % chunks:
+                return (
+                    f"{name}: a sequence or document of {length} rows cannot be cut into the {chunks} equal chunks of a zigzag "
+                    f"over {world_size} ranks; pad it to a multiple of {chunks}"
+                )
+        return None
 
     def _lengths_error(self, world_size: int, name: str) -> str | None:
         said = f"{name}: layout.lengths={self.lengths}"
@@ -268,24 +257,21 @@ class SequenceShards:
     def error(self, x: torch.Tensor, is_whole: bool, name: str) -> str | None:
         """Why x [s, b, C] does not have the rows of the sequence (is_whole), or of this rank, or None."""
         layout, tensor = self.layout, self.tensor
-        said = f"{name}: the input has shape {tuple(x.shape)}"
         if not isinstance(layout, SequenceLayout):
             return f"{name}: layout={layout!r} must be a SequenceLayout, such as SequenceLayout('zigzag')"
         if x.dim() != 3:
-            return f"{said}; it must be [sequence, batch, features]"
+            return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
         wrong = layout.error(self.length(x, is_whole), self.ranks, name)
         if wrong is not None or not layout.lengths:
             return wrong
         if any(length % tensor for length in layout.lengths):
-            return (
-                f"{name}: layout.lengths={layout.lengths} must be divisible by the {tensor} ranks of tp_group, which have equal "
-                f"parts of a rank's rows"
-            )
+            rule = f"must be divisible by the {tensor} ranks of tp_group, which have equal parts of a rank's rows"
+            return f"{name}: layout.lengths={layout.lengths} {rule}"
         expected = sum(layout.lengths) if is_whole else layout.lengths[self.rank] // tensor
         whose = "all ranks together have" if is_whole else f"rank {self.rank} has"
-        return (
-            None if len(x) == expected else f"{said}; by layout.lengths={layout.lengths} {whose} {expected} rows in it"
-        )
+        if x.shape[0] == expected:
+            return None
+        return f"{name}: the input has shape {tuple(x.shape)}; by layout.lengths={layout.lengths} {whose} {expected} rows in it"
 
     def length(self, x: torch.Tensor, is_whole: bool) -> int:
         """s, the rows of the sequence of which x has all (is_whole), or this rank's."""

@@ -68,20 +68,16 @@ class Step:
         return factor is not None and factor.into is not None and not factor.is_last and self.plan.may_pull
 
     def may_go_before(self, reader: Step) -> bool:
-        """Whether this step may begin before `reader`, the step before it, reads. It may if copies send in both steps: what a
-        kernel of the reader is yet to send would come after what this step sends. With factors it may if the reader's blocks are
-        pulled: copies pull them beside this step's product."""
+        """Whether this step may begin before `reader`, the step before it, reads: if copies send in both steps (what a kernel of
+        the reader is yet to send would come after what this step sends), with factors if the reader's blocks are pulled."""
         if self.factor is None:
             return self.plan.sends_ahead and reader.plan.sends_ahead
         return reader.is_pulled
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Begin and read one step after the other. A step that may go before its predecessor reads begins at that time.
-
-    First its blocks are made. If that takes a product, the product hides what the predecessor has sent. If the predecessor is
-    pulled, the product of the step hides that.
-    """
+    """Begin and read one step after the other. A step that may go before its predecessor reads begins at that time: what it
+    multiplies, to make its blocks or as its factor, hides what the predecessor has sent."""
     ahead: AllToAllGemm | GemmAllToAll | None = None
     for step, following in zip_longest(steps, steps[1:]):
         with step.bracket:
@@ -141,8 +137,7 @@ _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 
 
 def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
-    """The number of parts into which a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another;
-    1: it stays whole."""
+    """Into how many parts a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another."""
     gemm_us = 2 * rows * n * k / (system.sustained_tflops * 1e6)
     return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
 
@@ -150,13 +145,8 @@ def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
 def cut(
     positions: int, bytes_of_position: int, limit_mib: int, batch: int = 1, wanted: int = 1
 ) -> list[tuple[int, int]]:
-    """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots.
-
-    Args:
-        bytes_of_position: that a rank receives for one position of every rank's shard.
-        batch: rows of one position.
-        wanted: parts, where fewer would fit.
-    """
+    """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots. bytes_of_position: that a
+    rank receives for one position of every rank's shard. batch: rows of one position. wanted: parts, where fewer would fit."""
     fits = min(int(limit_mib * _MIB // (SLOTS * bytes_of_position)), -(-positions // wanted))
     if positions <= fits:
         return [(0, positions)]

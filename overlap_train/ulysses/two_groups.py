@@ -24,12 +24,11 @@ must know (refusals, nodes), a rank tells one of its groups; each rank that hear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -50,26 +49,24 @@ from .parts import Part, cut, parts_that_hide, run_steps
 
 @dataclass(slots=True)
 class ShardedLinear(Linear):
-    """One call of a Ulysses projection under tensor parallelism. weight: this TP rank's shard; w: as autograd has kept it.
-
-    copies: int64 [N'], which columns of the product are sent, rank after rank; None: all as they lie. batch: rows of one position
-    of a TP rank's shard. tensor: TP ranks.
-    """
+    """One call of a Ulysses projection under tensor parallelism. weight: this TP rank's shard. copies: int64 [N'], which columns
+    of the product are sent, rank after rank. batch: rows of one position of a TP rank's shard. tensor: TP ranks."""
 
     tensor: int = 1
 
     @staticmethod
-    def _beside_exchange(part: Part) -> AbstractContextManager[None]:
-        """Bracket of the library's products, which leave an exchange across nodes its SMs; kernels have it in their plan."""
-        return part.exchange.domain.span.products_beside(part.exchange.plan.fprop)
+    def _multiply(product: Callable[..., Any], part: Part, *operands: Any) -> Any:
+        """`product` of linear.py for a part. GEMMs of the library leave an exchange across nodes its SMs; kernels have that in
+        their plan."""
+        with part.exchange.domain.span.products_beside(part.exchange.plan.fprop):
+            return product(part.product, *operands)
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """Returns x [positions * batch, K] for the weight gradient, perhaps as gathered."""
         kept = []
 
         def multiplied(part: Part) -> torch.Tensor:
-            with self._beside_exchange(part):
-                product, gathered = column_forward(part.product, self.rows(x, part), self.w)
+            product, gathered = self._multiply(column_forward, part, self.rows(x, part), self.w)
             kept.append(gathered)
             return self.packed(product)
 
@@ -89,8 +86,7 @@ class ShardedLinear(Linear):
             blocks = receiver.received_view()  # whatever is frozen here
             if wants_dx or x is not None:
                 own = None if x is None else x[part.first * batch : part.last * batch]
-                with self._beside_exchange(part):
-                    dx.append(column_backward(part.product, self._of_product(blocks), own, self.w, dw, wants_dx))
+                dx.append(self._multiply(column_backward, part, self._of_product(blocks), own, self.w, dw, wants_dx))
 
         run_steps([part.backward(partial(dy.give, part), partial(multiplied, part)) for part in self.parts])
         return _together(dx) if wants_dx else None, None if dw is None else dw.result()
@@ -100,8 +96,7 @@ class ShardedLinear(Linear):
 
         def multiplied(part: Part, receiver: AllToAllGemm) -> None:
             received = self._of_product(receiver.received_view())
-            with self._beside_exchange(part):
-                y.append(row_forward(part.product, received, self.w))
+            y.append(self._multiply(row_forward, part, received, self.w))
             if keep:
                 kept.append(received)
 
@@ -118,8 +113,7 @@ class ShardedLinear(Linear):
         def multiplied(part: Part | None, x_of_part: Callable[[], torch.Tensor]) -> torch.Tensor | None:
             if part is None:
                 return None
-            with self._beside_exchange(part):
-                made = row_backward(part.product, self.rows(dy, part), x_of_part, self.w, dw, dx is not None)
+            made = self._multiply(row_backward, part, self.rows(dy, part), x_of_part, self.w, dw, dx is not None)
             return None if made is None else self.packed(made)
 
         def turn(before: Part | None, part: Part | None, made: torch.Tensor | None) -> torch.Tensor | None:
@@ -159,9 +153,7 @@ class ShardedLinear(Linear):
 
     def _of_product(self, blocks: torch.Tensor) -> torch.Tensor:
         """The inverse of `packed`: received blocks [W, rows, N'/W] as [rows, N]. Columns that several ranks have are summed.
-
-        Never a view of the slot, which is used again: the result may be kept.
-        """
+        Never a view of the slot, which is used again: the result may be kept."""
         if self.copies is None:
             return torch.cat(blocks.unbind(), dim=1)
         return summed_copies(blocks, self.copies, self.weight.shape[0])
@@ -187,21 +179,18 @@ def refuse_in_both(
     wrong: str, product: OperatorSpec, shards: SequenceShards, config: OverlapConfig | None, device: torch.device,
     name: str,
 ) -> NoReturn:  # fmt: skip
-    """Raise ValueError(wrong), for arguments of which no plan can be made: on every rank of both groups, at the first call.
-
-    product: the operator of the TP group. A group that knows its operator is not asked (PlanCache.refuse): its ranks may be in a
-    call that they know. Once both do, this rank raises alone.
-    """
-    domains = _domains(shards, config, device)
+    """Raise ValueError(wrong), for arguments of which no plan can be made: on every rank of both groups, at the first call. A
+    group that knows its operator is not asked: its ranks may be in a call that they know. Once both do, this rank raises alone.
+    product: the operator of the TP group."""
+    ulysses, tensor = domains = _domains(shards, config, device)
+    caches = made_cache(ulysses), made_cache(tensor)
     ulysses_knows, tensor_knows = (
-        (made := made_cache(domain)) is not None and made.knows(spec)
-        for domain, spec in zip(domains, (ALL_TO_ALL, product), strict=True)
+        cache is not None and cache.knows(spec) for cache, spec in zip(caches, (ALL_TO_ALL, product), strict=True)
     )
     if tensor_knows and ulysses_knows:
         raise ValueError(wrong)
     if device.type == "cuda":
         _agreed_nodes(domains, name)  # as the ranks do that have nothing wrong
-    ulysses, tensor = domains
     if not tensor_knows:
         try:
             cache_of(tensor, name).refuse(wrong, product, name)
@@ -214,11 +203,8 @@ def nodes_of_groups(
     shards: SequenceShards, config: OverlapConfig | None, device: torch.device, name: str
 ) -> tuple[int, int]:
     """How many nodes the Ulysses group and the TP group of a rank span: the worst answer of any rank of both, which communicate
-    at their first call.
-
-    Each group has found its own nodes, and other groups of the same job may lie otherwise: a TP group on one node, its neighbour
-    on two. A rank that went by its own two groups alone could send what a peer does not wait for.
-    """
+    at their first call. Other groups of the same job may lie otherwise: a TP group on one node, its neighbour on two. A rank that
+    went by its own two groups alone could send what a peer does not wait for."""
     return _agreed_nodes(_domains(shards, config, device), name)
 
 
@@ -229,10 +215,12 @@ def _agreed_nodes(domains: tuple[OverlapDomain, OverlapDomain], name: str) -> tu
         found = (_nodes_of(domains[0]), _nodes_of(domains[1]))
         for (
             domain
-        ) in domains:  # what one rank finds goes to all of its Ulysses group, and from each of these to its TP group
+        ) in domains:  # what one rank finds goes to its Ulysses group, and from all of these to their TP groups
             with domain.exclusively(name):
                 what = f"{name}: compare the nodes of group and tp_group"
-                found = _worst(domain.agreement.exchange(found, what, kind="nodes of two groups"))
+                told = domain.agreement.exchange(found, what, kind="nodes of two groups")
+                # Groups that both span nodes before groups of which one does; in any order of ranks the same.
+                found = max(told, key=lambda nodes: (min(nodes), max(nodes), nodes))
         ulysses.nodes_with[tp_group] = found
     return ulysses.nodes_with[tp_group]
 
@@ -242,34 +230,25 @@ def _nodes_of(domain: OverlapDomain) -> int:
     return domain.topology.nodes if domain.nodes.problem is None else max(2, domain.topology.nodes)
 
 
-def _worst(spans: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Groups that both span nodes before groups of which one does. In any order of ranks the same."""
-    return max(spans, key=lambda nodes: (min(nodes), max(nodes), nodes))
-
-
 def places_of(
     x: torch.Tensor, w: torch.Tensor, shards: SequenceShards, config: OverlapConfig, heads: AttentionHeads | None
 ) -> list[tuple[int, int]]:
-    """(first, last) of each part of a projection: as many as fit and, where they hide each other's exchange, more.
-
-    x, w: this TP rank's shards. heads: of this TP rank, in a QKV projection, x [positions, b, K]; None: the output projection, x
-    [s, b, K/W].
-    """
+    """(first, last) of each part of a projection: as many as fit and, where they hide each other's exchange, more. heads: of this
+    TP rank, in a QKV projection, x [positions, b, K]; None: the output projection, x [s, b, K/W]."""
     positions = x.shape[0] if heads is not None else x.shape[0] // (shards.ranks * shards.tensor)
-    rows = shards.tensor * rows_of_position(x)
-    nbytes = max(1, _carries(heads, config) * rows * _sent_features(x, shards, heads) * x.element_size())
+    rows, (carries, features) = shards.tensor * rows_of_position(x), _exchanged(x, shards, config, heads)
     wanted = parts_that_hide(positions * rows, w.shape[:1].numel(), w.shape[-1:].numel())
-    return cut(positions, nbytes, config.exchange_limit_mib, rows, wanted)
+    return cut(positions, max(1, carries * rows * features * x.element_size()), config.exchange_limit_mib, rows, wanted)
 
 
-def _carries(heads: AttentionHeads | None, config: OverlapConfig) -> int:
-    """How many parts have rows in one all-to-all: backward of to_rows sends x of a part again with dx of another one."""
-    return 2 if heads is None and config.gathered_input == "regather" else 1
-
-
-def _sent_features(x: torch.Tensor, shards: SequenceShards, heads: AttentionHeads | None) -> int:
-    """Features of a row that are exchanged, for all ranks of the Ulysses group."""
-    return shards.ranks * (x.shape[-1] if heads is None else heads.of_rank(shards.ranks).features)
+def _exchanged(
+    x: torch.Tensor, shards: SequenceShards, config: OverlapConfig, heads: AttentionHeads | None
+) -> tuple[int, int]:
+    """How many parts have rows in one all-to-all; features of a row in it, for all ranks of the Ulysses group."""
+    if heads is not None:
+        return 1, shards.ranks * heads.of_rank(shards.ranks).features
+    # Backward of to_rows sends x of a part again with dx of another one.
+    return 2 if config.gathered_input == "regather" else 1, shards.ranks * x.shape[-1]
 
 
 def sharded_linear(
@@ -291,11 +270,11 @@ def sharded_linear(
         terms = terms.also(heads.meaning)
     if len(places) > 1:
         terms = terms.in_parts(places[-1][-1])
-    features, parts = _sent_features(x, shards, heads), []
+    (carries, features), parts = _exchanged(x, shards, settings, heads), []
     for first, last in places:
         rows = (last - first) * shards.tensor
         operand = x[: last - first] if heads is not None else like(x, rows, features)
-        sent = like(x, _carries(heads, settings) * rows, features)
+        sent = like(x, carries * rows, features)
         try:
             multiplies = plan_of(spec, operand, w, bias, tp_group, config, name)
         except (ValueError, OverlapMismatchError) as refused:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from overlap_train import (
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
 from overlap_train.ulysses import parts
-from overlap_train.ulysses.two_groups import _worst, nodes_of_groups
+from overlap_train.ulysses.two_groups import nodes_of_groups
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import (
@@ -141,13 +140,6 @@ def test_all_ranks_know_of_one_whose_groups_both_span_nodes(
 ) -> None:
     """Ranks 0 and 1, 2 and 3 are tensor-parallel, 0 and 2, 1 and 3 exchange."""
     assert values(run_ranks(4, _nodes_of_groups, tensor, ulysses)) == [expected] * 4
-
-
-def test_groups_that_both_span_nodes_go_before_one_that_spans_more() -> None:
-    for told in itertools.permutations([(1, 8), (2, 2), (4, 1), (1, 1)]):
-        assert _worst(told) == (2, 2)
-    for told in itertools.permutations([(1, 2), (2, 1), (1, 1)]):
-        assert _worst(told) == (2, 1), "in any order of ranks the same"
 
 
 def _before_and_after_shutdown(rank: int, world: int) -> list[tuple[int, int]]:
