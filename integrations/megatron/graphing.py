@@ -38,9 +38,7 @@ def graphed_model(model: Model) -> Iterator[None]:
 
 def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's forward_backward_func, bracketed while it is captured: for FullCudaGraphWrapper(graphed_passes(func)).
-
-    Validation (forward_only) is not bracketed: in evaluation mode linears run Megatron's own code.
-    """
+    Validation (forward_only) is not: in evaluation mode linears run Megatron's own code."""
 
     @functools.wraps(forward_backward)
     def bracketed(*args: Any, **kwargs: Any) -> Any:

@@ -125,11 +125,8 @@ class Softmax(NamedTuple):
 def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, softmax: Softmax
 ) -> torch.Tensor:
-    """[t, n, d] from q [t, n, d] and k, v [t, g, d] with n a multiple of g.
-
-    torch's variable-length attention has one kernel for all documents, for 16 bits on GPUs and without dropout. Elsewhere each
-    document is a call of its own.
-    """
+    """[t, n, d] from q [t, n, d] and k, v [t, g, d] with n a multiple of g. torch's variable-length attention has one kernel for
+    all documents, for 16 bits on GPUs and without dropout. Elsewhere each document is a call of its own."""
     at_once = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not softmax.dropout
     attend, places = _at_once if at_once else _one_by_one, documents.places(q.device)
     if places is None:

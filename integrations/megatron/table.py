@@ -86,9 +86,7 @@ class LinearReport:
 @dataclass(frozen=True)
 class Report:
     """All parallel linears of a model. `str()` of it is the table: one row for each group of identical linears, then the passes.
-
-    problem: why nothing was enabled, or which linear slot is missing.
-    """
+    problem: why nothing was enabled, or which linear slot is missing."""
 
     linears: tuple[LinearReport, ...]
     problem: str | None = None

@@ -72,10 +72,8 @@ class Exchange:
 
 
 def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-    """Why a linear over TP and the exchange of this call do not hide each other; None: they do.
-
-    The same on all ranks of both groups. On GPUs the first call that is long enough communicates.
-    """
+    """Why a linear over TP and the exchange of this call do not hide each other; None: they do. The same on all ranks of both
+    groups. On GPUs the first call that is long enough communicates."""
     config = linear.overlap.config
     if linear.overlap.slot == "qkv" and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
@@ -108,10 +106,8 @@ class _Exchanging:
     _instead: Callable[[torch.Tensor], Any] | None = None
 
     def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-        """Why this call cannot exchange within its product; None: it can. Counts the call.
-
-        With a reason, the attention calls the linear and exchanges by a collective. Over TP the linear counts such a call itself.
-        """
+        """Why this call cannot exchange within its product, so that the attention exchanges by a collective; None: it can. Counts
+        the call; over TP the linear counts itself one with a reason."""
         reason = te_feature(self) or exchange_reason(self, x, exchange.group)
         overlap = self.overlap
         if not divides_weights(self):
@@ -130,10 +126,8 @@ class _Exchanging:
         return super().forward(*args, **kwargs) if instead is None else instead(*args)  # type: ignore[misc]
 
     def _call(self: Any, x: torch.Tensor, instead: Callable[[torch.Tensor], Any]) -> Any:
-        """Call the module, with its hooks, and run `instead` in place of its forward.
-
-        `instead` is no argument of the call: hooks would see it, and Megatron's activation logging saves the arguments of a call.
-        """
+        """Call the module, with its hooks, and run `instead` in place of its forward. It is no argument of the call: hooks would
+        see it, and Megatron's activation logging saves arguments."""
         self._instead = instead
         try:
             return self(x)
@@ -143,10 +137,8 @@ class _Exchanging:
     def to_heads(
         self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
     ) -> Heads:
-        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated.
-
-        For a call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks.
-        """
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated. For a
+        call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks."""
 
         def product(x: torch.Tensor) -> Heads:
             overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)

@@ -275,15 +275,9 @@ class _Received:
 class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_shard_m: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        linear: Linear,
-        received: _Received,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None, linear: Linear, received: _Received,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         heads, s_b, before, norm = received.heads, (received.s, x_shard_m.shape[1]), None, None
         q, k, v = (x_shard_m.new_empty(*s_b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
         if received.norm is not None:

@@ -31,6 +31,7 @@ from tests.tp_ulysses_cases import (
     DIM,
     HIDDEN,
     LAYOUTS,
+    NAMES,
     B,
     Grid,
     Problem,
@@ -41,7 +42,6 @@ from tests.tp_ulysses_cases import (
     ulysses_across_nodes,
 )
 
-NAMES = ("y", "dx", "dw_qkv", "dbias_qkv", "dw_proj", "dbias_proj")
 CONFIG = OverlapConfig(method="chunked", exchange_mib=12, timeout_s=20.0)  # in parts, where a KiB stands for a MiB
 
 
