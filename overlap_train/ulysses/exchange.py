@@ -174,11 +174,13 @@ class Linear:
         return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     def gradient(self) -> WeightGradient:
-        return WeightGradient(self.weight, self.parts[0].product.plan.config.main_grad, len(self.parts))
+        first = self.parts[0]
+        multiplies = first.over_tp or first.exchange
+        return WeightGradient(self.weight, multiplies.plan.config.main_grad, len(self.parts))
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
-        with self._timed(is_forward=True):
+        with self._timed(self.turn, True) if self.turn else _UNTIMED:
             run_steps([self._leaving(part, part.forward, x, self.w.t(), y) for part in self.parts])
         return x
 
@@ -214,7 +216,7 @@ class Linear:
                 blocks = summed_copies(blocks, self.copies, self.weight.shape[0])
             self._add(dw, part, blocks, self.rows(x, part), part is not self.parts[-1])
 
-        with self._timed(is_forward=False, is_whole=wants_dx):
+        with self._timed(self.turn, False) if self.turn and wants_dx else _UNTIMED:
             run_steps([part.backward(partial(dy.give, part), partial(multiply, part)) for part in self.parts])
         return dx, None if x is None else dw.result()
 
@@ -227,7 +229,7 @@ class Linear:
             if keep:
                 kept.append(receiver.received_copy().unflatten(0, (self.world_size, -1)))
 
-        with self._timed(is_forward=True):
+        with self._timed(self.turn, True) if self.turn else _UNTIMED:
             run_steps([part.forward(partial(x.give, part), partial(multiply, part)) for part in self.parts])
         return y, kept
 
@@ -237,7 +239,7 @@ class Linear:
         """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept; None: dw is not
         wanted. dx: where to write dx; None: it is not wanted."""
         dw = self.gradient()
-        with self._timed(is_forward=False, is_whole=dx is not None):
+        with self._timed(self.turn, False) if self.turn and dx is not None else _UNTIMED:
             if x is None or isinstance(x, list):
                 self._send_dx(x, dy, dx, dw)
             else:
@@ -278,10 +280,8 @@ class Linear:
         with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(beside):
             dw.add(dy, x)
 
-    def _timed(self, is_forward: bool, is_whole: bool = True) -> AbstractContextManager[None]:
-        """is_whole: of a backward, whether it gives an input gradient; else its time says nothing."""
-        if self.turn is None or not is_whole:
-            return _UNTIMED
-        (run, name, method), work = self.turn, self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
+    def _timed(self, turn: Turn, is_forward: bool) -> AbstractContextManager[None]:
+        """Of a forward, or of a backward that gives an input gradient: else its time says nothing."""
+        (run, name, method), work = turn, self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
         kind = (run.fprop if is_forward else run.fprop.dgrad).kind
         return TimedBracket(nullcontext(), run, Timed(name, kind, method, work))
