@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from .select.choose import Choice, choose
     from .select.passes import Pass
     from .symmetric.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
-    from .ulysses.attention import attention_output_linear, qkv_all_to_all
     from .ulysses.attention_layout import QkNorm, Rotary
-    from .ulysses.layout import AttentionHeads, SequenceLayout
-    from .ulysses.linears import all_to_all_linear, linear_all_to_all
-    from .ulysses.shards import SequenceShards
+    from .ulysses.layout import AttentionHeads, SequenceLayout, SequenceShards
+    from .ulysses.linears import all_to_all_linear, attention_output_linear, linear_all_to_all, qkv_all_to_all
 
 # Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
 _MODULES = {
@@ -33,11 +31,9 @@ _MODULES = {
     "select.passes": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
     "symmetric.peers": ("OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError"),
-    "ulysses.attention": ("attention_output_linear", "qkv_all_to_all"),
     "ulysses.attention_layout": ("QkNorm", "Rotary"),
-    "ulysses.layout": ("AttentionHeads", "SequenceLayout"),
-    "ulysses.linears": ("all_to_all_linear", "linear_all_to_all"),
-    "ulysses.shards": ("SequenceShards",),
+    "ulysses.layout": ("AttentionHeads", "SequenceLayout", "SequenceShards"),
+    "ulysses.linears": ("all_to_all_linear", "attention_output_linear", "linear_all_to_all", "qkv_all_to_all"),
 }
 
 

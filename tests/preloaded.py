@@ -23,7 +23,7 @@ _MODULES = (
     "triton.experimental.gluon",
     "tests.linear_cases",
     "overlap_train.linear",
-    "overlap_train.ulysses.attention",
+    "overlap_train.ulysses.linears",
     "overlap_train.ulysses.two_groups",
     "overlap_train.symmetric.host",
     "overlap_train.kernels.all_gather_gemm",

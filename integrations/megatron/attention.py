@@ -4,10 +4,8 @@
       -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
 
 The exchange's own pass takes norms and rotary positions where it can (norm.py). The core attention has context parallelism 1, all
-rows, and the heads of one rank.
-
-W: context-parallel ranks; with tensor parallelism and sequence parallelism x is [s / (W tp), b, h] and heads are those of one
-tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
+rows, and the heads of one rank. W: context-parallel ranks; with tensor parallelism x is [s / (W tp), b, h] and heads are those of
+one tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
-from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from overlap_train import AttentionHeads, Rotary, SequenceLayout
 from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, broken_rule, comm_type
+from overlap_train.integrations.megatron.linears import Model, chunks_of
 from overlap_train.integrations.megatron.norm import norm_within
 from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges
@@ -64,8 +63,8 @@ def is_transformer_engines(core: Any) -> bool:
 
 
 def without_group(packed: PackedSeqParams | None) -> PackedSeqParams | None:
-    """The PackedSeqParams for the core attention: a copy without context-parallel group and size, or `packed` itself where it has
-    none. The core attention has all rows; with a group, TransformerEngine's would turn its own context parallelism on."""
+    """The PackedSeqParams for the core attention, which has all rows: a copy without context-parallel group and size, with which
+    TransformerEngine's would turn its own context parallelism on; or `packed` itself where it has none."""
     if packed is None or (getattr(packed, "cp_group", None) is None and getattr(packed, "local_cp_size", None) is None):
         return packed
     own = copy.copy(packed)
@@ -88,12 +87,12 @@ _RULES = (
 
 
 def bad_setting(config: TransformerConfig, ranks: int) -> str | None:
-    """Why a model's settings keep an attention from exchanging over `ranks` ranks: setting, rule and way out; or None."""
+    """Why a model's settings keep an attention from exchanging over `ranks` ranks, or None."""
     return broken_rule(config, _RULES) or heads_of(config).error(ranks, "heads per TP rank")
 
 
 def no_exchange(why: str | None) -> Problem | None:
-    """The problem of an attention that cannot exchange. why: what the table of linears says of it; None: it can."""
+    """why: what the table of linears says of an attention that cannot exchange."""
     if why is None:
         return None
     instead = "take TransformerEngine's own context parallelism with cp_comm_type 'p2p' or 'all_gather'"
@@ -117,6 +116,12 @@ def why_not_ulysses(attention: Any) -> str | None:
         core = type(attention.core_attention).__name__
         return f"core attention {core}: only TransformerEngine's can be rebuilt; build the model from gpt_block_spec"
     return bad_setting(config, attention.pg_collection.cp.size())
+
+
+def sharing_attentions(model: Model) -> list[Any]:
+    """All attentions of a model under context parallelism, Ulysses' and others."""
+    attentions = [x for chunk in chunks_of(model) for x in chunk.modules() if isinstance(x, Attention)]
+    return [attention for attention in attentions if attention.config.context_parallel_size > 1]
 
 
 def is_asked_for(attention: Any) -> bool:
@@ -149,7 +154,11 @@ class UlyssesSelfAttention(SelfAttention):
     ) -> None:  # fmt: skip
         """Raises ValueError for settings of `config` with which there is no Ulysses attention, and another cp_comm_type."""
         ranks = config.context_parallel_size
-        problem = _other_type(cp_comm_type) or no_exchange(bad_setting(config, ranks))
+        problem = no_exchange(bad_setting(config, ranks))
+        if cp_comm_type != ULYSSES:
+            rule = "without TransformerEngine's core attention context parallelism is Ulysses' only"
+            wanted = "set it to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's"
+            problem = Problem(f"cp_comm_type={cp_comm_type!r}: {rule}", f"{wanted} layer spec", can_fall_back=False)
         if problem is not None:
             raise problem.error
         inner = replace(submodules, core_attention=functools.partial(core_of_rank, submodules.core_attention, ranks))
@@ -157,27 +166,14 @@ class UlyssesSelfAttention(SelfAttention):
         self.whole = whole or WholeSequence()
 
     def forward(  # type: ignore[override]
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
-        inference_context: Any = None,
-        rotary_pos_emb: Any = None,
-        rotary_pos_cos: Any = None,
-        rotary_pos_sin: Any = None,
-        rotary_pos_cos_sin: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-        sequence_len_offset: Any = None,
-        *,
-        inference_params: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output [s/W, b, h], bias or None). attention_mask: [b, 1, s/W, s], this rank's rows, or of all rows.
-
-        Raises:
-            ValueError: a call that is not for training or evaluation of self-attention, or whose rows cannot be cut as Megatron
-                cuts them.
-        """
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None,
+        key_value_states: torch.Tensor | None = None, inference_context: Any = None, rotary_pos_emb: Any = None,
+        rotary_pos_cos: Any = None, rotary_pos_sin: Any = None, rotary_pos_cos_sin: Any = None,
+        attention_bias: torch.Tensor | None = None, packed_seq_params: Any = None, sequence_len_offset: Any = None,
+        *, inference_params: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """(output [s/W, b, h], bias or None). attention_mask: [b, 1, s/W, s], this rank's rows, or of all rows. Raises ValueError
+        for a call that is not of self-attention in training or evaluation, or whose rows cannot be cut as Megatron cuts them."""
         group, others = self._group(packed_seq_params), dict(
             key_value_states=key_value_states, inference_context=inference_context, inference_params=inference_params,
             rotary_pos_cos=rotary_pos_cos, rotary_pos_sin=rotary_pos_sin, rotary_pos_cos_sin=rotary_pos_cos_sin,
@@ -186,30 +182,25 @@ class UlyssesSelfAttention(SelfAttention):
         ranks = 1 if group is None else group.size()
         refuse_call(self.core_attention, ranks, self.pg_collection.cp.size(), others)
         documents = None if packed_seq_params is None else documents_of(packed_seq_params)
-        rows = self._rows_of_rank(hidden_states) * ranks
-        cut = cut_of(packed_seq_params, self.config)
-        exchange = self._exchange(group, rows, cut, documents, hidden_states.device)
+        # x: the rows of one context-parallel rank, or under sequence parallelism this tensor-parallel rank's part of them.
+        rows = len(hidden_states) * ranks * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+        exchange = self._exchange(group, rows, cut_of(packed_seq_params, self.config), documents, hidden_states.device)
         freqs = self._frequencies(rotary_pos_emb, rows, exchange, documents)
         q, k, v = self._heads(hidden_states, exchange, freqs)
         context = self._attended(q, k, v, self._mask(attention_mask, rows, exchange), packed_seq_params)
         return self._projected(context, exchange)
 
     def _group(self, packed: Any) -> dist.ProcessGroup | None:
-        """The context-parallel group of this call, None where it has none. Megatron may choose another group for each micro-batch
-        (cp_group of `packed`), or none (local_cp_size without cp_group)."""
+        """The context-parallel group of this call. Megatron may choose another for each micro-batch (cp_group of `packed`), or
+        none (local_cp_size without cp_group)."""
         if getattr(packed, "cp_group", None) is not None:
             return packed.cp_group
         return None if getattr(packed, "local_cp_size", None) is not None else self.pg_collection.cp
 
-    def _rows_of_rank(self, x: torch.Tensor) -> int:
-        """The rows of the sequence that one context-parallel rank has. x: [rows, b, h], or under sequence parallelism this
-        tensor-parallel rank's part of them."""
-        return x.size(0) * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
-
     def _exchange(
         self, group: dist.ProcessGroup | None, rows: int, cut: str, documents: Documents | None, device: torch.device
     ) -> Exchange:
-        """The exchange of this call. cut: contiguous, zigzag (within each document), or zigzag_pack. Raises ValueError."""
+        """cut: contiguous, zigzag (within each document), or zigzag_pack."""
         heads, ranks = heads_of(self.config), 1 if group is None else group.size()
         starts = documents.with_rest(rows) if documents is not None and cut == ZIGZAG else ()
         layout = SequenceLayout(ZIGZAG if cut == ZIGZAG_OF_PACK else cut, starts)
@@ -223,8 +214,7 @@ class UlyssesSelfAttention(SelfAttention):
     def _frequencies(
         self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The rotary frequencies of q and of k, with a row for each row of the sequence; None where this layer does not
-        rotate."""
+        """The rotary frequencies of q and of k for all rows; None where this layer does not rotate."""
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if rotary_pos_emb is None or skips:
             return None, None
@@ -265,15 +255,14 @@ class UlyssesSelfAttention(SelfAttention):
         return _yarn_get_concentration_factor_from_config(self.config)
 
     def _rotated(self, x: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
-        """x rotated by Megatron's own function; x as it is without freqs. Each row has its frequency here; the function need not
-        know of documents or ranks."""
+        """x rotated by Megatron's own function, if there are freqs. Each row has its own: nothing of documents or ranks is
+        needed."""
         if freqs is None:
             return x
         return apply_rotary_pos_emb(x, freqs, config=self.config, mscale=self._mscale, cp_group=self.pg_collection.cp)
 
     def _mask(self, mask: torch.Tensor | None, rows: int, exchange: Exchange) -> torch.Tensor | None:
-        """The attention mask of all rows, or None where the core attention gets none. TransformerEngine ignores a mask beside a
-        causal mask type; none is made for it, because it may be large."""
+        """The attention mask of all rows. TransformerEngine ignores one beside a causal mask type; none is made for it."""
         ignored = self.attn_mask_type == AttnMaskType.causal and is_transformer_engines(self.core_attention)
         return None if mask is None or ignored else self.whole.mask(mask, rows, exchange)
 
@@ -283,38 +272,17 @@ class UlyssesSelfAttention(SelfAttention):
         """[s, b, heads / W * dim]."""
         is_thd, padding = packed is not None and packed.qkv_format == "thd", None
         if is_thd:
-            q, k, v = (x.squeeze(1) for x in (q, k, v))
-            padding = self._padding(packed, q)
-            q, k, v = (without_rows(x, padding) for x in (q, k, v))
+            if is_transformer_engines(self.core_attention):  # which leaves rows between documents as they are
+                padding = documents_of(packed).padding(len(q), q.device)
+            q, k, v = (without_rows(x.squeeze(1), padding) for x in (q, k, v))
         recomputed = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
-        context = attend(
-            q,
-            k,
-            v,
-            mask,
-            attn_mask_type=self.attn_mask_type,
-            attention_bias=None,
-            packed_seq_params=without_group(packed),
-        )
+        own = without_group(packed)
+        context = attend(q, k, v, mask, attn_mask_type=self.attn_mask_type, attention_bias=None, packed_seq_params=own)
         return without_rows(context, padding).reshape(len(context), 1, -1) if is_thd else context
-
-    def _padding(self, packed: Any, q: torch.Tensor) -> torch.Tensor | None:
-        """Rows between documents, which TransformerEngine's core attention leaves as they are, in its result and in gradients."""
-        return documents_of(packed).padding(len(q), q.device) if is_transformer_engines(self.core_attention) else None
 
     def _projected(self, context: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         linear = self.linear_proj
         if exchanges(linear) and linear.reason(context, exchange) is None:
             return linear.to_rows(context, exchange)
         return linear(collective_to_rows(context, exchange))
-
-
-def _other_type(cp_comm_type: str | None) -> Problem | None:
-    if cp_comm_type == ULYSSES:
-        return None
-    rule = "without TransformerEngine's core attention context parallelism is Ulysses' only"
-    wanted = (
-        "set it to 'a2a' for every layer (--cp-comm-type a2a), or build the model from TransformerEngine's layer spec"
-    )
-    return Problem(f"cp_comm_type={cp_comm_type!r}: {rule}", wanted, can_fall_back=False)

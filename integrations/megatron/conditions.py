@@ -2,8 +2,7 @@
 
 `bad_combination` looks at a model's settings before its linears are changed. `fallback_reason` is asked on every call, because
 Megatron-Core changes built linears: inference toggles `output_layer.sequence_parallel`, shared experts set
-`explicit_expert_comm`, weights are frozen and unfrozen. A call with a reason runs Megatron's own code. Every rank of the group
-finds the same reason, therefore all of them take the same path.
+`explicit_expert_comm`, weights are frozen and unfrozen. Every rank of the group finds the same reason.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ def comm_type(config: TransformerConfig, layer_number: int) -> str:
 def has_ulysses(config: TransformerConfig) -> bool:
     """Whether any layer is Ulysses'. A linear on its own may have a ModelParallelConfig, which knows no layers."""
     types = getattr(config, "cp_comm_type", None)
-    return getattr(config, "context_parallel_size", 1) > 1 and ULYSSES in (
-        types if isinstance(types, list) else [types]
-    )
+    types = types if isinstance(types, list) else [types]
+    return getattr(config, "context_parallel_size", 1) > 1 and ULYSSES in types
 
 
 NOTHING: Mapping[str, Any] = {}
@@ -74,7 +72,6 @@ class Problem:
 
     @property
     def error(self) -> ValueError:
-        """With the way out of on_unsupported, which whoever falls back has taken."""
         return ValueError(f"{self}, {_FALL_BACK}" if self.can_fall_back else str(self))
 
 
@@ -114,10 +111,8 @@ def fallback_reason(
 ) -> str | None:
     """Why this call runs Megatron's own code; None where it overlaps.
 
-    Args:
-        x: input, [s/W, b, K] of a column-parallel linear or [s, b, K/W] of a row-parallel one.
-        weight: the weight of this call, which is the embedding's where weights are tied.
-        call: the keyword arguments of ColumnParallelLinear._forward_impl.
+    x: [s/W, b, K] of a column-parallel linear, [s, b, K/W] of a row-parallel one. weight: of this call, which is the embedding's
+    where weights are tied. call: the keyword arguments of ColumnParallelLinear._forward_impl.
     """
     reason = standing_reason(linear, weight) or _call_reason(linear, call)
     reason = reason or _input_reason(linear, x, weight, linear.tp_group)
@@ -128,12 +123,8 @@ def fallback_reason(
 
 
 def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:
-    """Why a linear of a Ulysses attention does not exchange within its product in this call; None where it does.
-
-    Args:
-        x: input, [s/W, b, K] of linear_qkv or [s, b, K/W] of linear_proj.
-        group: the context-parallel group of this call; None: this call has none.
-    """
+    """Why a linear of a Ulysses attention does not exchange within its product in this call; None where it does. group: the
+    context-parallel group of this call, if it has one."""
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
     reason = standing_reason(linear, linear.weight, exchanges=True) or _call_reason(linear, NOTHING)
@@ -147,15 +138,18 @@ def divides_weights(linear: ParallelLinear) -> bool:
 
 
 def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchanges: bool = False) -> str | None:
-    """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product, for a
-    Ulysses attention, and tensor parallelism may divide its weight or not."""
+    """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product."""
     placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
-    return placement or _feature_reason(linear) or (None if weight is None else _weight_reason(weight))
+    reason = placement or _feature_reason(linear)
+    if reason is None and weight is not None and not weight.requires_grad:
+        return "frozen weight"
+    if reason is None and weight is not None and getattr(weight, "__fsdp_param__", False):
+        return "Megatron-FSDP owns the weight's gradient"
+    return reason
 
 
 def attribute(holder: Any, name: str, default: Any) -> Any:
-    """getattr of what is no parameter: where a module lacks it, that searches its parameters, buffers and modules, 0.7 of the 5
-    microseconds that fallback_reason took."""
+    """getattr of what is no parameter, without the search of a module's parameters, buffers and modules (0.7 microseconds)."""
     found = vars(holder).get(name, NOTHING)
     return getattr(type(holder), name, default) if found is NOTHING else found
 
@@ -191,14 +185,6 @@ def _feature_reason(linear: ParallelLinear) -> str | None:
     return None
 
 
-def _weight_reason(weight: torch.Tensor) -> str | None:
-    if not weight.requires_grad:
-        return "frozen weight"
-    if getattr(weight, "__fsdp_param__", False):
-        return "Megatron-FSDP owns the weight's gradient"
-    return None
-
-
 def _call_reason(linear: ParallelLinear, call: Mapping[str, Any]) -> str | None:
     if not linear.training:
         return "evaluation mode"
@@ -217,11 +203,7 @@ def _input_reason(
     autocast = other_autocast(x)
     if autocast is not None:
         return f"autocast to {autocast} of {x.dtype} tensors"
-    if linear.overlap.config.on_unsupported == "fallback" and x.is_cuda and _is_captured(group):
+    falls_back = linear.overlap.config.on_unsupported == "fallback"  # else the operators raise
+    if falls_back and x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(group):
         return "CUDA graph capture outside overlap_train.graphed"
     return None
-
-
-def _is_captured(group: dist.ProcessGroup) -> bool:
-    """Into a graph whose replays would break the operators' protocol; with on_unsupported='error' the operators raise."""
-    return torch.cuda.is_current_stream_capturing() and not is_graphed(group)

@@ -1,9 +1,8 @@
 """Run Megatron-Core on CPU processes: nothing here is used where CUDA is available.
 
-Megatron-Core names the CUDA device in its own source (`device=torch.cuda.current_device()`, `device="cuda"`) and
-draws random numbers from the CUDA generator. `run_without_cuda()` gives the modules listed in `CUDA_USERS` a stand-in
-for their global name `torch` which answers those requests with the CPU, and replaces four functions that cannot be
-answered that way. `torch` itself stays as it is, so the caller's own code sees no difference.
+Megatron-Core names the CUDA device in its own source and draws random numbers from the CUDA generator. `run_without_cuda()` gives
+the modules listed in `CUDA_USERS` a stand-in for their global name `torch` which answers those requests with the CPU, and
+replaces four functions that cannot be answered that way. `torch` itself stays as it is.
 
 What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
 "torch.cuda.FloatTensor"), a virtual pipeline, experts, CUDA graphs, TransformerEngine.
@@ -50,7 +49,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor",
 
 
 class _CudaOnCpu(ModuleType):
-    """Stands in for `torch.cuda`: the CPU is the current device, without streams, and its work is always complete."""
+    """Stands in for `torch.cuda`: the CPU is the current device, and its work is always complete."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -129,11 +128,9 @@ def _use_cpu_generator(random: ModuleType) -> None:
 
 
 def _clip_by_total_norm(
-    parameters: Iterable[torch.Tensor] | torch.Tensor,
-    max_norm: float,
-    total_norm: float | torch.Tensor,
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, total_norm: float | torch.Tensor,
     use_decoupled_grad: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Scale gradients (fp32, in place) by max_norm / (total_norm + 1e-6) where that is below 1, as Megatron does."""
     scale = min(1.0, max_norm / (float(total_norm) + 1.0e-6))
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:

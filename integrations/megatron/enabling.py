@@ -4,15 +4,14 @@ Only the class of a linear changes: parameters, their attributes, hooks and chec
 weight that another module has, too, gets Megatron's mark for tied weights. Under Ulysses (context parallelism with cp_comm_type
 "a2a") the class of the self-attention changes, too, and its core attention, which has no parameters, is built anew.
 
-Importing this module lets gradient accumulation fusion work without Apex. Megatron refuses it while the model is built, so
-enable() itself would come too late.
+Importing this module lets gradient accumulation fusion work without Apex: enable() itself would come too late for that.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import megatron.core
@@ -22,20 +21,32 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
 from overlap_train.config import check_type
-from overlap_train.integrations.megatron.conditions import Problem, bad_combination
-from overlap_train.integrations.megatron.in_model import (
+from overlap_train.integrations.megatron.attention import (
+    UlyssesSelfAttention,
+    core_of_rank,
+    is_asked_for,
+    no_exchange,
+    sharing_attentions,
+    why_not_ulysses,
+)
+from overlap_train.integrations.megatron.conditions import Problem, bad_combination, divides_weights
+from overlap_train.integrations.megatron.linears import (
     Model,
     chunks_of,
-    find_attentions,
+    fused_mlp,
     is_candidate,
     is_overlapped,
     named_linears,
+    overlapped_forms,
     overlapped_linears,
     slot_of,
+    turn_linear,
+    why_not,
 )
-from overlap_train.integrations.megatron.linears import fused_mlp
 from overlap_train.integrations.megatron.main_grad import mark_shared_weights, provide_accumulation_fusion
 from overlap_train.integrations.megatron.table import FirstTable, Report, report, stage
+from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms
+from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # no note on these: 0.16 and 0.19 are tested, and our hooks fit 0.20-dev
 
@@ -46,10 +57,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
 
     Every rank of the job calls it with the same config; it does not communicate. Linears that cannot overlap (experts,
-    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints a line, and another one
-    for a Megatron-Core that was not tested. The table of linears follows in the first training step, when sizes are known: rank 0
-    prints it and, in a pipeline, the first rank of each other stage. A second call with the same config changes and prints
-    nothing, also after DDP has wrapped the model.
+    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints a line. The table of
+    linears follows in the first training step: rank 0 prints it and, in a pipeline, the first rank of each other stage. A second
+    call with the same config changes and prints nothing, also after DDP has wrapped the model.
 
     A model with gradient_accumulation_fusion=True needs no Apex if `enable` is imported before the model is built. Its linears
     then add weight gradients into main_grad; with config.main_grad="off" those that were enabled return them, fusion or not.
@@ -69,7 +79,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     _refuse_other_config(chunks, config)
     attentions = find_attentions(chunks, config)
     wanted = [each for each in _wanted(chunks, config) if not is_overlapped(each[2])]
-    pending = [each for each in wanted if attentions.why_not(each[2]) is None]
+    pending = [each for each in wanted if why_not(each[2], attentions.exchanges(each[2])) is None]
     if not pending and overlapped_linears(chunks):
         return report(chunks)
     hopeless = _problem_of_model(chunks)
@@ -79,7 +89,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     if hopeless is None:
         attentions.turn(config.timeout_s)
         for name, slot, linear in pending:
-            attentions.overlap(linear, config, slot, name)
+            exchanging = attentions.exchanges(linear)
+            forms = exchanging_forms(divides_weights(linear)) if exchanging else overlapped_forms()
+            turn_linear(linear, forms[type(linear)], config, slot, name)
         mark_shared_weights(chunks, overlapped_linears(chunks))
         FirstTable(chunks)
     told = None if problem is None else str(problem)
@@ -87,50 +99,76 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     return report(chunks, told)
 
 
+@dataclass(frozen=True)
+class Attentions:
+    """The attentions whose linears config.slots names. ours: those that are Ulysses', or can be. problem: why others cannot."""
+
+    ours: tuple[Any, ...]
+    problem: Problem | None
+
+    def exchanges(self, linear: Any) -> bool:
+        """Whether a linear is to exchange: linear_qkv or linear_proj of one of ours. One that cannot overlaps over TP alone."""
+        for attention in self.ours:
+            if linear is attention.linear_qkv or linear is attention.linear_proj:
+                return attention.pg_collection.tp.size() == 1 or why_not(linear, exchanges=True) is None
+        return False
+
+    def turn(self, timeout_s: float) -> None:
+        """Make them Ulysses', with core attentions built anew for the heads of one rank. timeout_s: see WholeSequence."""
+        whole = WholeSequence()
+        for attention in self.ours:
+            if not isinstance(attention, UlyssesSelfAttention):
+                core = attention.core_attention
+                attention.core_attention = core_of_rank(
+                    type(core), attention.pg_collection.cp.size(), config=attention.config,
+                    layer_number=attention.layer_number, attn_mask_type=attention.attn_mask_type,
+                    attention_type=attention.attention_type, pg_collection=attention.pg_collection,
+                    softmax_scale=getattr(attention.config, "softmax_scale", None),
+                ).train(core.training)  # fmt: skip
+                attention.__class__, attention.whole = UlyssesSelfAttention, whole
+            attention.whole.timeout_s = timeout_s
+
+
+def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
+    if not {"qkv", "proj"} & set(config.slots):
+        return Attentions((), None)
+    asked = [attention for attention in sharing_attentions(chunks) if is_asked_for(attention)]
+    reasons = [why_not_ulysses(attention) for attention in asked]
+    ours = tuple(attention for attention, reason in zip(asked, reasons, strict=True) if reason is None)
+    return Attentions(ours, no_exchange(next(filter(None, reasons), None)))
+
+
 def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
     """(name, linear slot, module) of the linears asked for."""
     for name, linear in named_linears(chunks):
         slot = slot_of(name)
-        if slot is not None and slot in config.slots:
+        if slot in config.slots:
             yield name, slot, linear
 
 
 def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
-    """What global rank 0 prints: how much is prepared, and what the user should know. Where no linear overlaps, the table at
-    once, because no step would print it."""
+    """On global rank 0: how much is prepared. Where no linear overlaps, the table at once: no step would print it."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
-    untested = _untested(megatron.core.__version__)
-    if not names:
-        report(chunks, problem).show()
-        lines: tuple[str | None, ...] = (untested,)
+    version, lines = megatron.core.__version__, []
+    if names:
+        layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
+        where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
+        lines = [f"{len(names)} linears in {where} prepared; the table follows in the first step", problem]
     else:
-        lines = _prepared(names), problem, untested
+        report(chunks, problem).show()
+    if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
+        lines.append(f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these")
     for line in filter(None, lines):
         print(f"overlap_train: {line}", flush=True)
-
-
-def _prepared(names: Sequence[str]) -> str:
-    """How many linears will overlap, and where."""
-    layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
-    where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
-    return f"{len(names)} linears in {where} prepared; the table follows in the first step"
-
-
-def _untested(version: str) -> str | None:
-    """A note on a version of Megatron-Core that nobody has tried, for whoever reads the error that may come of it; else None."""
-    if OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
-        return None
-    return f"Megatron-Core {version} was not tested, 0.16 and 0.19 were; if anything fails, try one of these"
 
 
 def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> Problem | None:
     """What rules out overlap for the whole model, or None."""
     if not chunks:
-        return Problem(
-            "model=[]: no model chunk to enable", "pass the model, or the list of chunks that get_model returns", False
-        )
+        instead = "pass the model, or the list of chunks that get_model returns"
+        return Problem("model=[]: no model chunk to enable", instead, can_fall_back=False)
     for chunk in chunks:
         wrapper = _data_parallel_wrapper(chunk)
         if wrapper is not None:
@@ -160,7 +198,7 @@ def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
 
 
 def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Problem | None:
-    """Linear slots that have nothing to overlap. Not asked of pipeline stages: the first has no output layer, for instance."""
+    """Linear slots that have nothing to overlap. Not asked of pipeline stages, which need not have all."""
     if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
         return None
     wanted = list(_wanted(chunks, config))
@@ -189,7 +227,5 @@ def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfi
         for setting in fields(config):
             mine, other = getattr(config, setting.name), getattr(theirs, setting.name)
             if mine != other:
-                raise ValueError(
-                    f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}; build the "
-                    "model anew, or use one config for every enable()"
-                )
+                what = f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}"
+                raise ValueError(f"{what}; build the model anew, or use one config for every enable()")

@@ -1,8 +1,7 @@
 """Overlapped linears inside a CUDA graph of all passes of a step: Megatron's full-iteration graph, or one's own.
 
-Megatron's FullCudaGraphWrapper calls its forward_backward_func while it captures, and our launcher brackets that call. Graphs of
-single layers (`--cuda-graph-impl local` and `transformer_engine`) are not bracketed: each of them would need barriers of its own,
-and the operators refuse to be captured there.
+Megatron's FullCudaGraphWrapper calls its forward_backward_func while it captures, and our launcher brackets that call. The
+operators refuse to be captured into graphs of single layers (`--cuda-graph-impl local` and `transformer_engine`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from overlap_train import graphed
-from overlap_train.integrations.megatron.in_model import Model, overlapped_linears
+from overlap_train.integrations.megatron.linears import Model, overlapped_linears
 from overlap_train.integrations.megatron.ulysses_linears import groups_of
 
 
@@ -39,9 +38,7 @@ def graphed_model(model: Model) -> Iterator[None]:
 
 def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's forward_backward_func, bracketed while it is captured: for FullCudaGraphWrapper(graphed_passes(func)).
-
-    Validation (forward_only) is not bracketed: in evaluation mode linears run Megatron's own code.
-    """
+    Validation (forward_only) is not: in evaluation mode linears run Megatron's own code."""
 
     @functools.wraps(forward_backward)
     def bracketed(*args: Any, **kwargs: Any) -> Any:
@@ -54,8 +51,7 @@ def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def release_full_iteration_graphs() -> None:
-    """Destroy the graphs that Megatron's wrapper keeps in its class. NCCL's communicators wait for graphs that hold their
-    collectives, and the process would not end (seen on 2 x H200)."""
+    """Destroy the graphs that Megatron's wrapper keeps in its class: NCCL's communicators would wait for them at the end."""
     module = sys.modules.get("megatron.core.full_cuda_graph")
     graphs: dict[str, Any] = {} if module is None else module.FullCudaGraphWrapper.cuda_graph
     for stage, graph in graphs.items():

@@ -11,9 +11,8 @@
 The second to fourth only with --overlap-train. They fit Megatron-LM core_v0.16 to 0.20-dev and the `megatron.training` of
 the megatron-core 0.19 wheel. In another Megatron that lacks one of them, the import of that module raises.
 
-A user's script decides when Megatron is imported, and from which folder: it may change sys.path first. Nothing here may import
-Megatron, or a module of ours that does, before the script has. `after_import` sees each module between the end of its own code
-and the first `from module import name` of somebody else.
+A user's script decides when Megatron is imported, and from which folder. Nothing here may import Megatron, or a module of ours
+that does, before the script has. `after_import` sees each module before the first `from module import name` of somebody else.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ Action = Callable[[ModuleType], None]
 
 @contextmanager
 def after_import(actions: Mapping[str, Action]) -> Iterator[None]:
-    """Call `actions[name](module)` once for each module of that name that is imported inside the block; at once if it is there.
-
-    What an action raises, the import raises.
-    """
+    """Call `actions[name](module)` once for each module of that name that is imported inside the block, or is there already."""
     waiting = dict(actions)
     for name in [name for name in waiting if name in sys.modules]:
         waiting.pop(name)(sys.modules[name])
@@ -87,11 +83,14 @@ class _Finder(MetaPathFinder):
         return spec
 
 
+_ENABLE = (
+    "call overlap_train.integrations.megatron.enable(model) where the script builds its model, before DDP wraps it"
+)
 SUPPORTED = "Megatron-LM core_v0.16 to 0.20-dev, or the megatron-core 0.19 wheel"
 
 
 def replace(functions: Mapping[str, Callable[..., Any]], module: ModuleType) -> None:
-    """Replace each named function of a module by `wrapper(function)`. Raises RuntimeError if the module lacks one."""
+    """Replace each named function of a module by `wrapper(function)`."""
     for name, wrapper in functions.items():
         if not callable(getattr(module, name, None)):
             raise no_place(module.__name__, name)
@@ -99,14 +98,11 @@ def replace(functions: Mapping[str, Callable[..., Any]], module: ModuleType) -> 
 
 
 def no_place(where: str, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"this Megatron's {where} has no {what}, which overlap_train hooks into; supported: {SUPPORTED}"
-    )
+    lacks = f"this Megatron's {where} has no {what}"
+    return RuntimeError(f"{lacks}, which overlap_train hooks into; supported: {SUPPORTED}")
 
 
 def with_our_flags(add: Callable[..., Any]) -> Callable[..., Any]:
-    """add_megatron_arguments, with our flags in the parser."""
-
     @functools.wraps(add)
     def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> argparse.ArgumentParser:
         return add_flags(add(parser, *args, **kwargs))
@@ -127,12 +123,8 @@ def calling_spec_functions(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_makefile(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """Megatron's compile_helpers, for installations with and without a Makefile.
-
-    `megatron.training` compiles its C++ dataset helpers with `make` at every start. The megatron-core wheels bring them compiled
-    and leave the Makefile out: `make` fails there, and Megatron ends the process. The result raises RuntimeError where there is
-    neither a Makefile nor a compiled module that this Python can load.
-    """
+    """Megatron's compile_helpers, which calls `make` at every start, also for wheels: these bring the helpers compiled, without a
+    Makefile."""
     folder = Path(inspect.getfile(compile_helpers)).parent
 
     @functools.wraps(compile_helpers)
@@ -155,18 +147,8 @@ def without_makefile(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 OUR_SPEC = "--spec overlap_train.integrations.megatron.spec gpt_block_spec"
 
 
-def arguments_of_script() -> Any:
-    """Megatron-LM's arguments; None of a script that has a configuration of its own, and perhaps other data."""
-    from megatron.training.global_vars import get_args
-
-    try:
-        return get_args()
-    except AssertionError:
-        return None
-
-
 def add_advice(error: Exception) -> None:
-    """Say what helps where Megatron failed to build the model for want of a norm or an attention for parallel sequences."""
+    """Say what helps where Megatron failed to build the model for want of a norm or an attention."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.training.global_vars import get_args
 
@@ -186,33 +168,26 @@ def add_advice(error: Exception) -> None:
 
 
 class ScriptHooks:
-    """The hooks of one run and what they have seen. `overlap` None: without --overlap-train."""
+    """The hooks of one run, and the chunks of the models that were enabled. `overlap` None: without --overlap-train."""
 
     def __init__(self, overlap: OverlapConfig | None) -> None:
         self._overlap = overlap
-        self._chunks: list[torch.nn.Module] = []  # of the models that were enabled
+        self._chunks: list[torch.nn.Module] = []
 
     def by_module(self) -> Mapping[str, Action]:
-        """The action for each module of Megatron."""
         hooks: dict[str, dict[str, Callable[..., Any]]] = {
             "megatron.training.arguments": {"add_megatron_arguments": with_our_flags},
             "megatron.core.datasets.utils": {"compile_helpers": without_makefile},
             "megatron.core.transformer.transformer_block": {"_get_block_submodules": calling_spec_functions},
         }
         if self._overlap is not None:
-            hooks["megatron.training.training"] = {
-                "setup_model_and_optimizer": self._enabling,
-                "training_log": self._counting,
-            }
+            training = {"setup_model_and_optimizer": self._enabling, "training_log": self._counting}
+            hooks["megatron.training.training"] = training
             hooks["megatron.core.full_cuda_graph"] = {"FullCudaGraphWrapper": _bracketing}
         return {name: functools.partial(replace, functions) for name, functions in hooks.items()}
 
     def finish(self) -> None:
-        """The script has ended well: check that it did what the flags ask for, release graphs and symmetric memory (collective).
-
-        Raises:
-            RuntimeError: --overlap-train was given and no model was enabled.
-        """
+        """The script has ended well: check that a model was enabled, release graphs and symmetric memory (collective)."""
         if self._overlap is None:
             return
         self._assert_enabled("the script has ended")
@@ -242,8 +217,7 @@ class ScriptHooks:
             if len(self._chunks) == before:
                 raise RuntimeError(
                     "--overlap-train: Megatron's setup_model_and_optimizer built a model in a way that overlap_train does not "
-                    f"know (supported: {SUPPORTED}); call overlap_train.integrations.megatron.enable(model) where the "
-                    "script builds it, before DDP wraps it"
+                    f"know (supported: {SUPPORTED}); {_ENABLE}"
                 )
             return result
 
@@ -251,41 +225,31 @@ class ScriptHooks:
 
     def _enter(self, arguments: dict[str, Any]) -> None:
         """Let enable() follow whatever builds the model: a hook list since Megatron 0.19, else the model provider."""
-        model_config = getattr(arguments.get("cfg_container"), "model", None)
-        if model_config is not None:
-            if not hasattr(model_config, "pre_wrap_hooks"):
-                raise no_place(type(model_config).__name__, "pre_wrap_hooks")
-            model_config.pre_wrap_hooks.append(self._enable_once())
-        elif callable(arguments.get("model_provider_func")):
-            arguments["model_provider_func"] = self._enabling_provider(arguments["model_provider_func"])
-        else:
-            raise no_place("setup_model_and_optimizer", "argument model_provider_func or cfg_container.model")
-
-    def _enable_once(self) -> Callable[[list[torch.nn.Module]], list[torch.nn.Module]]:
-        """A pre-wrap hook for one build: the list it is in may be used for another model later."""
-        seen: list[torch.nn.Module] = []
+        config, provider = getattr(arguments.get("cfg_container"), "model", None), arguments.get("model_provider_func")
+        built: list[torch.nn.Module] = []
 
         def enable_overlap(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-            if not seen:
-                seen.extend(chunks)
+            if not built:  # the hook list may be used for another model later
+                built.extend(chunks)
                 self._enable(chunks)
             return chunks
 
-        return enable_overlap
-
-    def _enabling_provider(self, provider: Callable[..., Any]) -> Callable[..., Any]:
-        """The provider makes one chunk a call; overlap is enabled when all of them are there."""
-        chunks: list[torch.nn.Module] = []
-
-        @functools.wraps(provider)
         def model_provider(*args: Any, **kwargs: Any) -> Any:
-            built = provider(*args, **kwargs)
-            chunks.extend(built if isinstance(built, list) else [built])
-            if len(chunks) == _chunks_of_this_stage():
-                self._enable(chunks)
-            return built
+            """Makes one chunk a call; overlap is enabled when all of them are there."""
+            result = provider(*args, **kwargs)  # type: ignore[misc]
+            built.extend(result if isinstance(result, list) else [result])
+            if len(built) == _chunks_of_this_stage():
+                self._enable(built)
+            return result
 
-        return model_provider
+        if config is not None:
+            if not hasattr(config, "pre_wrap_hooks"):
+                raise no_place(type(config).__name__, "pre_wrap_hooks")
+            config.pre_wrap_hooks.append(enable_overlap)
+        elif callable(provider):
+            arguments["model_provider_func"] = functools.wraps(provider)(model_provider)
+        else:
+            raise no_place("setup_model_and_optimizer", "argument model_provider_func or cfg_container.model")
 
     def _enable(self, chunks: list[torch.nn.Module]) -> None:
         from overlap_train.integrations.megatron.enabling import enable
@@ -313,13 +277,12 @@ class ScriptHooks:
         if not self._chunks:
             raise RuntimeError(
                 f"--overlap-train: {when}, and no model was built by megatron.training's setup_model_and_optimizer, so nothing "
-                "overlaps; call overlap_train.integrations.megatron.enable(model) where the script builds its model, "
-                "before DDP wraps it, or leave the flag out"
+                f"overlaps; {_ENABLE}, or leave the flag out"
             )
 
 
 def _write_counters(chunks: list[torch.nn.Module], iteration: int) -> None:
-    """Write them where Megatron writes, at its own interval (--tensorboard-log-interval); nothing without writers."""
+    """Where Megatron writes, at its own interval (--tensorboard-log-interval)."""
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
 
     from overlap_train.integrations.megatron.table import counters
@@ -336,7 +299,7 @@ def _write_counters(chunks: list[torch.nn.Module], iteration: int) -> None:
 
 
 def _bracketing(wrapper: type[Any]) -> type[Any]:
-    """FullCudaGraphWrapper with the bracket around what it captures; its graphs stay those of the class."""
+    """The class with the bracket around what it captures; its graphs stay those of the class."""
 
     class FullCudaGraphWrapper(wrapper):  # type: ignore[misc]
         __doc__ = wrapper.__doc__
@@ -356,11 +319,15 @@ def _note_how_packs_are_cut(chunks: list[torch.nn.Module]) -> None:
         RuntimeError: this Megatron's packs say themselves how they are cut, and how they do with this flag is not known here.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.training.global_vars import get_args
 
     from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
     from overlap_train.integrations.megatron.packed import cuts_packs_as_sequences
 
-    args = arguments_of_script()
+    try:
+        args = get_args()
+    except AssertionError:  # of a script with a configuration of its own, and perhaps other data
+        return
     if not getattr(args, "dataloader_inter_document_masking", False) or getattr(args, "sft", False):
         return
     ours = [module for chunk in chunks for module in chunk.modules() if isinstance(module, UlyssesSelfAttention)]

@@ -37,11 +37,7 @@ class Command:
 
 
 def parse(words: Sequence[str]) -> Command:
-    """The command of `words`, a command line without the program.
-
-    Raises:
-        CommandError: no script, no such file, or flags of ours that contradict each other or their rules.
-    """
+    """The command of `words`, a command line without the program. Raises CommandError."""
     if not words or words[0].startswith("-"):
         found = f"{words[0]} stands where the script should" if words else "no script given"
         raise CommandError(f"{found}; usage: {USAGE}")
@@ -52,11 +48,8 @@ def parse(words: Sequence[str]) -> Command:
 
 
 def run(command: Command) -> None:
-    """Run the script in this process; returns when it ends, or raises what it raises.
-
-    Raises:
-        RuntimeError: --overlap-train was given and the script ended without having built a model that overlaps.
-    """
+    """Run the script in this process; returns when it ends, or raises what it raises. Raises RuntimeError if --overlap-train was
+    given and the script ended without having built a model that overlaps."""
     hooks = ScriptHooks(command.overlap)
     if command.overlap is not None:
         provide_accumulation_fusion()  # Megatron-LM's scripts ask for it by default
@@ -81,17 +74,13 @@ def main(words: Sequence[str]) -> int:
     try:
         run(parse(words))
     except CommandError as error:
-        return _refused(str(error))
+        problem = str(error)
     except ImportError as error:  # the script decides where Megatron is, so nobody knows before
-        if (problem := missing(error)) is None:
+        if (problem := missing(error) or "") == "":
             raise
-        return _refused(problem)
-    return 0
-
-
-def _refused(problem: str) -> int:
-    """An exit status; the problem is the same on every rank and told once."""
-    tell(f"overlap_train: error: {problem}")
+    else:
+        return 0
+    tell(f"overlap_train: error: {problem}")  # the same on every rank, and told once
     return 2
 
 

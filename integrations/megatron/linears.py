@@ -12,8 +12,9 @@ extra state stay. A call that cannot overlap (conditions.py) runs Megatron's or 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -30,11 +31,21 @@ from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
 
 OWN = (ColumnParallelLinear, RowParallelLinear)
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+
+# How Megatron-Core names the linears in its modules -> our name of the linear slot.
+SLOT_OF_ATTRIBUTE = {
+    "linear_qkv": "qkv",
+    "linear_proj": "proj",
+    "linear_fc1": "fc1",
+    "linear_fc2": "fc2",
+    "output_layer": "output",
+}
 
 
 @dataclass
 class LinearOverlap:
-    """The attribute `overlap` of an overlapped linear: its settings, its name, what its calls did. No part of a checkpoint."""
+    """The attribute `overlap` of an overlapped linear: settings, name, what its calls did. No part of a checkpoint."""
 
     config: OverlapConfig
     slot: str  # linear slot, one of overlap_train.config.SLOTS
@@ -48,8 +59,7 @@ class LinearOverlap:
     norm: torch.nn.Module | None = None  # of a TELayerNormColumnParallelLinear, made at its first call
     # Of a linear that exchanges within its product: the groups of overlapped calls, the last one's last.
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)
-    # Over TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's. Before
-    # the first such call also why there is none.
+    # Over TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
     apart: str | None = None
     parts: int | None = None
 
@@ -67,12 +77,11 @@ class LinearOverlap:
             self.groups[group] = None
 
     def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
-        """Keep the plan of this call, and its trial, for the table."""
         self.plan, self.trial = plan, trial
 
     def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
-        """The settings of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too.
-        TE's do under gradient accumulation fusion only."""
+        """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
+        gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
         return self.config if adds else self._returning
 
@@ -95,8 +104,7 @@ def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(bias to add, bias to return to a caller that adds it itself). TE's linears without a bias have an empty one."""
     bias = linear.bias if attribute(linear, "use_bias", True) else None
     is_returned = attribute(linear, "te_return_bias", None)
-    if is_returned is None:
-        is_returned = linear.skip_bias_add
+    is_returned = linear.skip_bias_add if is_returned is None else is_returned
     return (None, bias) if is_returned else (bias, None)
 
 
@@ -114,8 +122,7 @@ class MegatronFallback:
 class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
     """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather.
 
-    enable() makes it of a ColumnParallelLinear. It replaces the product: bias, tied weights and gathering of the output stay
-    Megatron's.
+    enable() makes it of a ColumnParallelLinear. Bias, tied weights and gathering of the output stay Megatron's.
     """
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,11 +136,11 @@ class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
 class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
     """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
 
-    enable() makes it of a RowParallelLinear. It replaces `forward`, because Megatron reduces there.
+    enable() makes it of a RowParallelLinear.
     """
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y, None), or (y without b, b) where the caller adds the bias itself (skip_bias_add)."""
+        """(y, None), or (y without b, b) with skip_bias_add."""
         reason = fallback_reason(self, input_, self.weight)
         self.overlap.count(reason)
         if reason is not None:
@@ -147,7 +154,7 @@ class TEFallback:
 
     @property
     def gradient_accumulation_fusion(self: Any) -> bool:
-        """TransformerEngine's fuse_wgrad_accumulation, under the name that Megatron's own linears have for it."""
+        """The name that Megatron's own linears have for it."""
         return self.fuse_wgrad_accumulation
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,8 +185,7 @@ class _OverlappedTE:
 
 
 def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """x by TE's norm over the parameters of a linear with a norm, whichever objects they are now (meta device, conversions). The
-    norm is kept outside the module, whose parameters and names stay."""
+    """x by TE's norm over the parameters of a linear with a norm, whichever objects they are now (meta device, conversions)."""
     if not isinstance(getattr(linear, "layer_norm_weight", None), torch.Tensor):
         return x
     norm = linear.overlap.norm
@@ -196,25 +202,18 @@ def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
 @cache
 def fallbacks() -> dict[type, type]:
     """Linear class -> the mixin for its calls that fall back; only of Megatron's own where TransformerEngine is not installed."""
-    own: dict[type, type] = {ColumnParallelLinear: MegatronFallback, RowParallelLinear: MegatronFallback}
-    if not megatron_te.HAVE_TE:
-        return own
-    return {
-        **own,
-        megatron_te.TELayerNormColumnParallelLinear: TEFallback,
-        megatron_te.TEColumnParallelLinear: TEFallback,
-        megatron_te.TERowParallelLinear: TERowFallback,
-    }
+    mixins: dict[type, type] = {ColumnParallelLinear: MegatronFallback, RowParallelLinear: MegatronFallback}
+    if megatron_te.HAVE_TE:
+        mixins[megatron_te.TELayerNormColumnParallelLinear] = TEFallback
+        mixins[megatron_te.TEColumnParallelLinear] = TEFallback
+        mixins[megatron_te.TERowParallelLinear] = TERowFallback
+    return mixins
 
 
 @cache
 def overlapped_forms() -> dict[type, type]:
     """Linear class -> its overlapped subclass."""
-    te = {
-        kind: derived(kind, _OverlappedTE, mixin)
-        for kind, mixin in fallbacks().items()
-        if mixin is not MegatronFallback
-    }
+    te = {kind: derived(kind, _OverlappedTE, mixin) for kind, mixin in fallbacks().items() if kind not in OWN}
     return {ColumnParallelLinear: OverlappedColumnParallelLinear, RowParallelLinear: OverlappedRowParallelLinear, **te}
 
 
@@ -224,7 +223,6 @@ def derived(kind: type, *mixins: type) -> type:
 
 
 def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name: str) -> None:
-    """Make a linear one of an overlapped class, in place."""
     linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name)
     if isinstance(linear, OWN):
         # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
@@ -251,10 +249,47 @@ def te_feature(linear: Any) -> str | None:
 
 
 def fused_mlp(model: torch.nn.Module) -> str | None:
-    """The class of an MLP in a model that TransformerEngine's op fuser computes without calling its linears; None: there is none.
+    """The class of an MLP that TransformerEngine's op fuser computes without calling its linears; None: there is none. Asked of
+    the modules: Megatron-Core 0.16 notes `use_te_op_fuser` of a spec nowhere in the model's settings."""
+    fused = getattr(megatron_te, "TEFusedMLP", None) or ()
+    return next((type(module).__name__ for module in model.modules() if isinstance(module, fused)), None)
 
-    Asked of the modules: a spec is given `use_te_op_fuser`, and Megatron-Core 0.16 notes it nowhere in the model's settings.
+
+def chunks_of(model: Model) -> list[torch.nn.Module]:
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
+    """(name, module) of the modules in one of our linear slots and of all other parallel linears of Megatron's own classes.
+
+    Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them.
     """
-    fused = getattr(megatron_te, "TEFusedMLP", None)
-    found = () if fused is None else (type(module).__name__ for module in model.modules() if isinstance(module, fused))
-    return next(iter(found), None)
+    chunks, own = chunks_of(model), (*OWN, OverlappedColumnParallelLinear, OverlappedRowParallelLinear)
+    for index, chunk in enumerate(chunks):
+        prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        for name, module in chunk.named_modules():
+            if (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
+                yield prefix + re.sub(r"^(module\.)+", "", name), module
+
+
+def overlapped_linears(model: Model) -> list[Any]:
+    return [linear for _, linear in named_linears(model) if is_overlapped(linear)]
+
+
+def slot_of(name: str) -> str | None:
+    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no linear slot."""
+    return SLOT_OF_ATTRIBUTE.get(name.rpartition(".")[2])
+
+
+def is_overlapped(linear: Any) -> bool:
+    return isinstance(getattr(linear, "overlap", None), LinearOverlap)
+
+
+def is_row(linear: Any) -> bool:
+    return hasattr(linear, "input_is_parallel")
+
+
+def is_candidate(linear: Any) -> bool:
+    """Whether a linear overlaps, or is of a class that has an overlapped form and is no expert."""
+    is_expert = getattr(linear, "is_expert", False) or getattr(linear, "parallel_mode", "column") is None
+    return is_overlapped(linear) or (type(linear) in overlapped_forms() and not is_expert)

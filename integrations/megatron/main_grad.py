@@ -1,15 +1,12 @@
 """Which weight gradients go straight into `weight.main_grad`, how calls that fall back join in, and the fusion without Apex.
 
 Megatron's DDP gives every parameter a buffer `main_grad`, fp32 or 16-bit, and a mark `grad_added_to_main_grad`. A backward that
-has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So one
-call of a step that adds loses the gradients of all later calls that return theirs. Overlapped calls of a weight and those that
-fall back therefore all add (`accumulates`), or all return. A weight that another module of the model uses, too, is marked
-(`mark_shared_weights`).
+has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So
+overlapped calls of a weight and those that fall back all add (`accumulates`), or all return.
 
 With `gradient_accumulation_fusion` Megatron itself adds there by the extension `fused_weight_gradient_mlp_cuda`. Apex compiles
 it, no wheel brings it, and without it Megatron refuses to build linears with that setting. A module of that name that calls
-torch (`addmm` with `out_dtype`) serves the linears of Megatron, the output layer among them, and overlapped ones where a call
-falls back.
+torch serves the linears of Megatron, and overlapped ones where a call falls back.
 """
 
 from __future__ import annotations
@@ -50,11 +47,8 @@ def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> boo
 
 
 def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
-    """Whether an embedding of the same pipeline stage shares this weight, and DDP would miss the embedding's gradient.
-
-    That is so on the last stage of a model with multi-token prediction and tied embeddings. With one stage Megatron sets
-    zero_out_wgrad, which tells DDP to add both gradients.
-    """
+    """Whether an embedding of the same pipeline stage shares this weight, and DDP would miss the embedding's gradient: on the
+    last stage of a model with multi-token prediction and tied embeddings. With one stage Megatron sets zero_out_wgrad."""
     tied = getattr(weight, "shared_embedding", False) and bool(getattr(linear.config, "mtp_num_layers", None))
     return tied and not getattr(weight, "zero_out_wgrad", False)
 
@@ -73,15 +67,12 @@ def mark_shared_weights(chunks: Iterable[torch.nn.Module], linears: Iterable[Any
 
 
 def through_main_grad(linear: Any, weight: torch.Tensor) -> torch.Tensor:
-    """The weight for a call that falls back: itself, or a view whose gradient is added into weight.main_grad.
-
-    With gradient accumulation fusion Megatron's own backward adds into main_grad already.
-    """
-    if linear.gradient_accumulation_fusion or not (torch.is_grad_enabled() and weight.requires_grad):
+    """The weight for a call that falls back: itself, or a view whose gradient is added into weight.main_grad, as Megatron's own
+    backward does with gradient accumulation fusion."""
+    fused = linear.gradient_accumulation_fusion
+    if fused or not torch.is_grad_enabled() or not weight.requires_grad:
         return weight
-    if not accumulates(linear, weight, linear.overlap.config):
-        return weight
-    return _IntoMainGrad.apply(weight)
+    return _IntoMainGrad.apply(weight) if accumulates(linear, weight, linear.overlap.config) else weight
 
 
 def is_fused(linear: Any, weight: torch.Tensor) -> bool:
@@ -93,10 +84,8 @@ def is_fused(linear: Any, weight: torch.Tensor) -> bool:
 
 
 def fused_alike(linear: Any, weight: torch.Tensor, call: Mapping[str, Any]) -> dict[str, Any]:
-    """`call`, the keyword arguments of Megatron's product in a call that falls back, with the fusion only where `is_fused`.
-
-    Not where the gradient is deferred: Megatron does that with the fusion only, and then in every call.
-    """
+    """`call`, keyword arguments of Megatron's product in a call that falls back, with the fusion only where `is_fused`, or where
+    the gradient is deferred: Megatron does that with the fusion only."""
     if call.get("grad_output_buffer") is not None:
         return dict(call)
     return {**call, "gradient_accumulation_fusion": is_fused(linear, weight)}
@@ -130,13 +119,8 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def provide_accumulation_fusion() -> bool:
-    """Let `gradient_accumulation_fusion=True` work in this process, for models that are built from now on.
-
-    The launcher calls it, and so does the import of `enable`.
-
-    Returns:
-        Whether our module serves; False where the extension itself loads.
-    """
+    """Let `gradient_accumulation_fusion=True` work in this process, for models that are built from now on. Returns whether our
+    module serves, and not the extension itself. The launcher calls it, and so does the import of `enable`."""
     extension, layers = _extension(), sys.modules.get(_LAYERS)
     if layers is not None and not getattr(layers, "_grad_accum_fusion_available", True):  # imported before
         layers.fused_weight_gradient_mlp_cuda = extension  # type: ignore[attr-defined]

@@ -1,9 +1,8 @@
 """RMSNorm and LayerNorm for sequence parallelism, and which norms of q and k an exchange's own pass can do.
 
-Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial
-sum. Megatron reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`; a
-norm that forgets the mark trains on without an error and drifts. Parameters are named `weight` (and `bias`), as in
-Megatron's own norms, so checkpoints are the same.
+Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial sum. Megatron
+reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`. Parameters are named `weight`
+(and `bias`), as in Megatron's own norms, so checkpoints are the same.
 
 The pass of an exchange can do RMSNorms over a head's features with nobody watching them but Megatron's DDP: with
 --overlap-param-gather a forward pre-hook of each module waits for its gathered weights, and the pass calls these hooks.
@@ -12,7 +11,6 @@ The pass of an exchange can do RMSNorms over a head's features with nobody watch
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,11 +25,8 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x², -1) + eps) * weight; x [..., hidden_size], y of the same shape in the dtype of `weight`.
-
-    With `zero_centered` the stored weight is the distance from one: y = x / rms(x) * (1 + weight).
-    Statistics are computed in fp32.
-    """
+    """y = x / sqrt(mean(x², -1) + eps) * weight; x [..., hidden_size], y of the same shape in the dtype of `weight`. With
+    `zero_centered` y = x / rms(x) * (1 + weight). Statistics are computed in fp32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -61,23 +56,14 @@ class LayerNorm(RMSNorm):
 
 
 class Norm:
-    """The norm that `config.normalization` names, with the constructor of Megatron's WrappedTorchNorm.
-
-    A class and not a function, because Megatron-Core 0.16 puts a function into the model as it is.
-    `persist_layer_norm` and `memory_efficient_layer_norm` choose among kernels with the same result; they are ignored.
-    Raises ValueError for a `config.normalization` other than "RMSNorm" and "LayerNorm".
-    """
+    """The norm that `config.normalization` names, with the constructor of Megatron's WrappedTorchNorm. A class and no function:
+    Megatron-Core 0.16 puts a function into the model as it is. Raises ValueError for another `config.normalization`."""
 
     def __new__(  # type: ignore[misc]
-        cls,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
-    ) -> RMSNorm:
-        """Build it. The last three arguments are Megatron's; like Megatron's own norm this reads `config` instead."""
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False, normalization: str = "LayerNorm",
+    ) -> RMSNorm:  # fmt: skip
+        """The last three arguments are Megatron's; like Megatron's own norm this reads `config` instead."""
         kinds = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
         if config.normalization not in kinds:
             raise ValueError(
@@ -113,10 +99,9 @@ def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[NewNorm
     """Decide who normalises q and k: the exchange's own pass, both of them, or the modules after it.
 
     Returns:
-        A function that makes the norms of the pass, or None; and whether the modules must be called after the exchange. The
-        function is to be called after the linear's forward pre-hooks: in these Megatron's DDP waits for weights in their order.
-
-    The norms of the pass have the modules' own parameters. So gradients land where the modules' calls would put them.
+        A function that makes the norms of the pass, of the modules' own parameters, or None; and whether the modules must be
+        called after the exchange. The function is to be called after the linear's forward pre-hooks: in these Megatron's DDP
+        waits for weights in their order.
 
     Args:
         weight: of the linear; q and k have its dtype and device.
@@ -126,44 +111,29 @@ def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[NewNorm
     how = _how(q_norm, weight)
     if how is None or how != _how(k_norm, weight):
         return None, True
-    return partial(_gathered, q_norm, k_norm, *how), False
 
+    def gathered() -> QkNorm:
+        for norm in (q_norm, k_norm):  # with --overlap-param-gather these hooks wait for the gathered weights
+            for hook in norm._forward_pre_hooks.values():
+                hook(norm, ())
+        return QkNorm(q_norm.weight, k_norm.weight, *how)
 
-def _gathered(q_norm: Any, k_norm: Any, *how: Any) -> QkNorm:
-    """Run the forward pre-hooks of both modules, and return the QkNorm with their weights. With --overlap-param-gather these
-    hooks wait for the gathered weights. how: see _how."""
-    for norm in (q_norm, k_norm):
-        for hook in norm._forward_pre_hooks.values():
-            hook(norm, ())
-    return QkNorm(q_norm.weight, k_norm.weight, *how)
+    return gathered, False
 
 
 def _how(norm: Any, weight: torch.Tensor) -> tuple[float, bool] | None:
-    """(eps, zero_centered) of an RMSNorm that the pass can do; None: the module must be called, because it is another norm, of
-    another dtype or device than `weight`, or has hooks besides those of Megatron's DDP."""
-    flag = _zero_centered(norm)
-    if flag is None or norm.weight is None or not norm.eps or _is_watched(norm):
+    """(eps, zero_centered) of an RMSNorm, torch's, ours or TransformerEngine's, that the pass can do; None: the module must be
+    called, because it is another norm, of another dtype or device than `weight`, or has hooks besides those of Megatron's DDP."""
+    if type(norm) in (torch.nn.RMSNorm, RMSNorm):
+        zero_centered = getattr(norm, "zero_centered", False)
+    elif megatron_te.HAVE_TE and type(norm) is megatron_te.te.pytorch.RMSNorm:
+        zero_centered = norm.zero_centered_gamma
+    else:
         return None
-    if norm.weight.dim() != 1 or (norm.weight.dtype, norm.weight.device) != (weight.dtype, weight.device):
+    names = [getattr(hook, "__qualname__", "") for hook in norm._forward_pre_hooks.values()]
+    is_watched = not all(name.startswith(_GATHERING) for name in names) or any(getattr(norm, hooks) for hooks in HOOKS)
+    if norm.weight is None or not norm.eps or is_watched or norm.weight.dim() != 1:
         return None
-    return norm.eps, flag
-
-
-def _is_watched(norm: Any) -> bool:
-    """Whether a module has hooks besides those of Megatron's DDP, which a call would run."""
-    gathering = all(
-        getattr(hook, "__qualname__", "").startswith(_GATHERING) for hook in norm._forward_pre_hooks.values()
+    return (
+        (norm.eps, zero_centered) if (norm.weight.dtype, norm.weight.device) == (weight.dtype, weight.device) else None
     )
-    return not gathering or any(getattr(norm, hooks) for hooks in HOOKS)
-
-
-def _zero_centered(norm: Any) -> bool | None:
-    """Whether an RMSNorm multiplies by 1 + weight instead of by weight. None for other modules than torch's class, ours and
-    TransformerEngine's, and for subclasses of these."""
-    if type(norm) is torch.nn.RMSNorm:
-        return False
-    if type(norm) is RMSNorm:
-        return norm.zero_centered
-    if megatron_te.HAVE_TE and type(norm) is megatron_te.te.pytorch.RMSNorm:
-        return norm.zero_centered_gamma
-    return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +43,7 @@ class Documents:
     @cached_property  # all layers of a forward ask: 32000 rows took 6 ms
     def row_numbers(self) -> torch.Tensor | None:
         """Rows that belong to documents and are no padding, on the CPU; None: all up to `end`."""
-        if all(
-            after - before == length
-            for (before, after), length in zip(pairwise(self.starts), self.lengths, strict=True)
-        ):
+        if tuple(after - before for before, after in pairwise(self.starts)) == self.lengths:
             return None
         spans = zip(self.starts, self.lengths, strict=False)
         with torch.inference_mode(False):  # training may ask next
@@ -64,18 +61,18 @@ class Documents:
 
     def padding(self, rows: int, device: torch.device) -> torch.Tensor | None:
         """bool [rows]: which rows of the sequence belong to no document, where some of them lie between documents; else None."""
-        return None if self.row_numbers is None else self._kept(f"padding {rows}", device, lambda: self._without(rows))
-
-    def _without(self, rows: int) -> torch.Tensor:
-        assert self.row_numbers is not None
-        return torch.ones(rows, dtype=torch.bool, device="cpu").index_fill(0, self.row_numbers, False)
+        numbers = self.row_numbers
+        if numbers is None:
+            return None
+        every = partial(torch.ones, rows, dtype=torch.bool, device="cpu")
+        return self._kept(f"padding {rows}", device, lambda: every().index_fill(0, numbers, False))
 
     @cached_property
     def _there(self) -> dict[tuple[str, torch.device], torch.Tensor]:
         return {}
 
     def _kept(self, name: str, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What is made on the CPU, on a device: sent once for all layers, because the host waits for the device then."""
+        """What is made on the CPU, sent to a device once for all layers: the host waits then."""
         key = (name, device)
         if key not in self._there:
             with torch.inference_mode(False):  # as above
@@ -84,8 +81,8 @@ class Documents:
 
 
 def cut_of(packed: PackedSeqParams | None, config: TransformerConfig) -> str:
-    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config, or else
-    cuts_packs_as_sequences. Where none says anything it is "zigzag": Megatron-Core up to 0.19 cuts in no other way."""
+    """How Megatron has cut the rows over the context-parallel ranks: as this pack says, or else the model's config, or
+    cuts_packs_as_sequences; else "zigzag", as Megatron-Core up to 0.19."""
     said = (getattr(holder, "cp_partition_mode", None) for holder in (packed, config))
     default = ZIGZAG_OF_PACK if packed is not None and getattr(config, _CUTS_PACKS, False) else ZIGZAG
     return next((mode for mode in said if mode is not None), default)
@@ -97,8 +94,8 @@ def cuts_packs_as_sequences(config: TransformerConfig) -> None:
 
 
 def documents_of(packed: PackedSeqParams) -> Documents:
-    """The documents of a packed micro-batch, as self-attention has them (cu_seqlens_q). The first call for these lengths waits
-    for the device; `packed` keeps the answer for later ones."""
+    """The documents of a packed micro-batch (cu_seqlens_q). The first call for these lengths waits for the device; `packed` keeps
+    the answer for later ones."""
     real, padded = packed.cu_seqlens_q, getattr(packed, "cu_seqlens_q_padded", None)
     padded = real if padded is None else padded
     key = [(id(x), 0 if x.is_inference() else x._version) for x in (real, padded)]
@@ -117,8 +114,7 @@ def _read(real: torch.Tensor, padded: torch.Tensor) -> Documents:
     return Documents((ends[0], *(end for end, _ in documents)), tuple(length for _, length in documents))
 
 
-@dataclass(frozen=True)
-class Softmax:
+class Softmax(NamedTuple):
     """How scores become weights."""
 
     scale: float
@@ -129,15 +125,10 @@ class Softmax:
 def packed_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, softmax: Softmax
 ) -> torch.Tensor:
-    """[t, n, d] from q [t, n, d] and k, v [t, g, d] with n a multiple of g.
-
-    torch's variable-length attention has one kernel for all documents, for 16 bits on GPUs and without dropout. Elsewhere each
-    document is a call of its own.
-    """
-    attend = (
-        _at_once if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not softmax.dropout else _one_by_one
-    )
-    places = documents.places(q.device)
+    """[t, n, d] from q [t, n, d] and k, v [t, g, d] with n a multiple of g. torch's variable-length attention has one kernel for
+    all documents, for 16 bits on GPUs and without dropout. Elsewhere each document is a call of its own."""
+    at_once = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and not softmax.dropout
+    attend, places = _at_once if at_once else _one_by_one, documents.places(q.device)
     if places is None:
         context = attend(q[: documents.end], k[: documents.end], v[: documents.end], documents, softmax)
         return F.pad(context, (0, 0, 0, 0, 0, len(q) - documents.end))

@@ -37,25 +37,16 @@ if TYPE_CHECKING:
 class SDPACoreAttention(MegatronModule):
     """softmax(scale · q kᵀ + mask) v per head by torch's scaled_dot_product_attention; the constructor is DotProductAttention's.
 
-    The scores [b, n, s, s] are never stored, and keys and values of grouped queries are not repeated in memory. Under context
-    parallelism a UlyssesSelfAttention builds this for the heads of its rank, with context parallelism 1.
-
-    `scale` is `softmax_scale`, or 1 / sqrt(kv_channels). `config.apply_query_key_layer_scaling` divides the scores by
-    the layer number and multiplies them back inside an fp32 softmax; the scores here never leave fp32, so it changes
-    nothing.
+    The scores [b, n, s, s] are never stored. Under context parallelism a UlyssesSelfAttention builds this for the heads of its
+    rank, with context parallelism 1. `scale` is `softmax_scale`, or 1 / sqrt(kv_channels). The scores never leave fp32, so
+    `config.apply_query_key_layer_scaling` changes nothing.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
+        self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str,
+        attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Raises ValueError for settings of `config` that change the attention in a way not offered here."""
         super().__init__(config=config)
         if problem := broken_rule(config, _RULES):
@@ -68,15 +59,10 @@ class SDPACoreAttention(MegatronModule):
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None, attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         """query [sq, b, n, d], key and value [sk, b, g, d] with n a multiple of g -> context [sq, b, n·d].
 
         `attention_mask` (bool, broadcasts to [b, n, sq, sk], True hides) decides alone where it is given, as in
@@ -92,15 +78,9 @@ class SDPACoreAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with self._random_state():
             context = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=self.dropout if self.training else 0.0,
-                is_causal=causal,
-                scale=self.softmax_scale,
-                enable_gqa=q.size(1) != k.size(1),
-            )
+                q, k, v, attn_mask=mask, dropout_p=self.dropout if self.training else 0.0, is_causal=causal,
+                scale=self.softmax_scale, enable_gqa=q.size(1) != k.size(1),
+            )  # fmt: skip
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _packed(
@@ -123,8 +103,8 @@ class SDPACoreAttention(MegatronModule):
 
     def _random_state(self):
         """Heads are split over ranks, so dropout must differ between them; under SP the block has forked already."""
-        inactive = self.config.sequence_parallel or not self.training or self.dropout == 0.0
-        return nullcontext() if inactive else get_cuda_rng_tracker().fork()
+        forks = self.training and self.dropout != 0.0 and not self.config.sequence_parallel
+        return get_cuda_rng_tracker().fork() if forks else nullcontext()
 
 
 _RULES = (
@@ -142,25 +122,20 @@ def _refuse_call(
             f"attention_bias={type(attention_bias).__name__}: SDPACoreAttention takes attention_bias=None only; use "
             "attention_mask, or TransformerEngine's core attention in the layer spec"
         )
-    if packed_seq_params is None:
-        return
-    if packed_seq_params.qkv_format != "thd":
-        raise ValueError(
-            f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}: SDPACoreAttention takes packed sequences as 'thd'; "
-            "set it, or pass packed_seq_params=None"
-        )
-    if attention_mask is not None:
-        raise ValueError(
-            "attention_mask beside packed_seq_params: documents attend within themselves, without a mask; pass "
-            "attention_mask=None"
-        )
+    if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
+        what = f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r}"
+        rule = "SDPACoreAttention takes packed sequences as 'thd'"
+        raise ValueError(f"{what}: {rule}; set it, or pass packed_seq_params=None")
+    if packed_seq_params is not None and attention_mask is not None:
+        rule = "documents attend within themselves, without a mask"
+        raise ValueError(f"attention_mask beside packed_seq_params: {rule}; pass attention_mask=None")
 
 
 def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The specs of all layers that this pipeline stage builds and its final norm; the argument that GPTModel takes.
 
-    `vp_stage` is the virtual pipeline stage, None without one. It also serves as `--spec overlap_train.integrations.megatron.spec
-    gpt_block_spec`. Raises ValueError for multi-latent attention.
+    `vp_stage` is the virtual pipeline stage. It also serves as `--spec overlap_train.integrations.megatron.spec gpt_block_spec`.
+    Raises ValueError for multi-latent attention.
     """
     config = getattr(config, "transformer", config)  # Megatron 0.19's `--spec` passes its GPTModelConfig
     if config.multi_latent_attention:
@@ -169,12 +144,9 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
             "own spec, and slots=('proj', 'fc1', 'fc2', 'output') for enable() (--overlap-train-slots proj,fc1,fc2,output)"
         )
     block = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=False,
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
+        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
-    )
+    )  # fmt: skip
     whole = WholeSequence() if config.context_parallel_size > 1 else None
     # Layers of one kind share one spec object, as in Megatron; each object is exchanged once.
     exchanged = {id(spec): _exchanged(spec, whole) for spec in block.layer_specs}
@@ -183,24 +155,17 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
 
 def _exchanged(layer: ModuleSpec, whole: WholeSequence | None) -> ModuleSpec:
     """A copy of a local layer spec with our norms and attention. whole: of context parallelism."""
-    parts = layer.submodules
-    parts = replace(
-        parts,
-        input_layernorm=_norm(parts.input_layernorm),
-        self_attention=_attention(parts.self_attention, whole),
-        pre_mlp_layernorm=_norm(parts.pre_mlp_layernorm),
-    )
-    return replace(layer, submodules=parts)
-
-
-def _attention(attention: ModuleSpec, whole: WholeSequence | None) -> ModuleSpec:
+    parts, attention = layer.submodules, layer.submodules.self_attention
     inner = attention.submodules
     q_norm, k_norm = _norm(inner.q_layernorm), _norm(inner.k_layernorm)
     inner = replace(inner, core_attention=SDPACoreAttention, q_layernorm=q_norm, k_layernorm=k_norm)
-    if whole is None:
-        return replace(attention, submodules=inner)
-    params = {**(attention.params or {}), "whole": whole}
-    return replace(attention, module=UlyssesSelfAttention, submodules=inner, params=params)
+    attention = replace(attention, submodules=inner)
+    if whole is not None:
+        params = {**(attention.params or {}), "whole": whole}
+        attention = replace(attention, module=UlyssesSelfAttention, params=params)
+    before, after = _norm(parts.input_layernorm), _norm(parts.pre_mlp_layernorm)
+    parts = replace(parts, input_layernorm=before, self_attention=attention, pre_mlp_layernorm=after)
+    return replace(layer, submodules=parts)
 
 
 def _norm(entry: Any) -> Any:

@@ -1,9 +1,8 @@
 """What the parallel linears of a model do: report() as data, the table of it, when it is printed, and counters.
 
 The table is printed once, when sizes are known: at the first gradient that reaches one of the linears. At that time every linear
-that takes part in a step has had its forward: backward begins after the forward of all layers and, in a virtual pipeline, of all
-chunks. That holds with recomputation, whose first forward has no gradient, with several micro-batches in flight, and for graphs,
-which are captured after eager steps. Validation and inference have no gradient and print nothing.
+that takes part in a step has had its forward, also with recomputation, a virtual pipeline, several micro-batches in flight, and
+for graphs, which are captured after eager steps. Validation and inference have no gradient and print nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,19 +20,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from overlap_train.group.registry import made_domain
-from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, why_not_ulysses
+from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, sharing_attentions, why_not_ulysses
 from overlap_train.integrations.megatron.conditions import divides_weights, standing_reason
-from overlap_train.integrations.megatron.in_model import (
+from overlap_train.integrations.megatron.linears import (
     Model,
     chunks_of,
     is_overlapped,
     is_row,
     named_linears,
     overlapped_linears,
-    sharing_attentions,
     slot_of,
+    why_not,
 )
-from overlap_train.integrations.megatron.linears import why_not
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
 from overlap_train.ops.plan_cache import made_cache
 
@@ -45,12 +44,10 @@ _NO_PASSES = ("-", "-", "-")
 class LinearReport:
     """One parallel linear. fprop, dgrad and wgrad say what each pass does.
 
-    method: "fused", or "fused / chunked" where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code;
-        "-" before the first call, when sizes are not known yet. It is that of the last call which the host made: a CUDA graph
-        goes on with what it has captured.
+    method: of the last call which the host made (a CUDA graph goes on with what it has captured): "fused", or "fused / chunked"
+        where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code; "-" before the first call.
     reasons: why that method: one, or those of fprop and of dgrad.
-    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code since the linear was enabled,
-        recomputed ones included. Those of the method collective are among our operators'.
+    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code, recomputed ones included.
     exchange: of an attention's linear under context parallelism: how ranks get each other's rows, where its product does not.
     parts: over TP and Ulysses: into how many parts the last call was cut, which hide each other's exchanges.
     """
@@ -69,21 +66,18 @@ class LinearReport:
 
     @property
     def reason(self) -> str:
-        """Exchange, parts and reasons in words."""
         hides = "" if self.is_collective else " that hide exchanges"
         parts = None if self.parts is None else f"{self.parts} parts{hides}"
         return "; ".join(filter(None, (self.exchange, parts, " / ".join(self.reasons))))
 
     @property
     def is_collective(self) -> bool:
-        """Whether our operators run this linear with the method collective in both passes: it hides no communication, but for
-        NCCL beside GEMMs where a column linear's backward has two, as in Megatron-Core."""
+        """Whether our operators run this linear with the method collective in both passes, as Megatron-Core would."""
         return self.method == "collective"
 
     @property
     def calls(self) -> str:
-        """How often each path has run, in words: for example "overlapped 8", "not overlapped 8" of the method collective, or
-        "overlapped 8, evaluation mode 2"; empty before the first call."""
+        """How often each path has run, for example "overlapped 8, evaluation mode 2"; of collective "not overlapped 8"."""
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
@@ -92,9 +86,7 @@ class LinearReport:
 @dataclass(frozen=True)
 class Report:
     """All parallel linears of a model. `str()` of it is the table: one row for each group of identical linears, then the passes.
-
-    problem: why nothing was enabled, or which linear slot is missing; None where all went as asked.
-    """
+    problem: why nothing was enabled, or which linear slot is missing."""
 
     linears: tuple[LinearReport, ...]
     problem: str | None = None
@@ -109,9 +101,8 @@ class Report:
 
     @property
     def heading(self) -> str:
-        """A line that is found among the thousands that Megatron prints, and says at once whether overlap acts."""
-        ours = sum(linear.overlapped_calls > 0 for linear in self.linears)
-        exposed = sum(linear.is_collective for linear in self.linears)
+        """A line that says at once, among the thousands that Megatron prints, whether overlap acts."""
+        ours, exposed = sum(x.overlapped_calls > 0 for x in self.linears), sum(x.is_collective for x in self.linears)
         where = f"{stage()}, layers counted within it: " if stage() else ""
         without = f", {exposed} of them not overlapped (collective)" if exposed else ""
         return f"overlap_train: {where}{ours} of {len(self.linears)} linears run our operators{without}"
@@ -122,11 +113,10 @@ class Report:
 
 def report(model: Model, problem: str | None = None) -> Report:
     """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
-    attentions = {
-        id(linear): attention
-        for attention in sharing_attentions(model)
-        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj)
-    }
+    attentions = {}
+    for attention in sharing_attentions(model):
+        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
+            attentions[id(linear)] = attention
     rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
     return Report(tuple(rows), problem)
 
@@ -151,7 +141,6 @@ def _row(name: str, linear: Any, attention: Any) -> LinearReport:
 
 
 def _exchange_beside(linear: Any, attention: Any) -> str | None:
-    """How the ranks of context parallelism get each other's rows, where no product of an attention's linear exchanges them."""
     if attention is None or exchanges_now(linear):
         return None
     if not isinstance(attention, UlyssesSelfAttention):
@@ -173,38 +162,30 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         methods = ", ".join(trial.methods)
         tries = f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
         return replace(row, method="in turn", reasons=(tries,))
-    row = replace(
-        row,
-        method=" / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method))),
-        reasons=tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason))),
-    )
-    if trial is not None:
-        return replace(
-            row, reasons=("auto: in its turn, the last of a trial that has ended; the next call takes the fastest",)
-        )
-    return replace(row, parts=linear.overlap.parts) if _is_in_two_groups(linear) else row
-
-
-def _is_in_two_groups(linear: Any) -> bool:
-    """Whether a linear gathers or scatters over TP, and its products hide an exchange over context-parallel ranks."""
-    return exchanges_now(linear) and divides_weights(linear)
+    method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
+    reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
+    parts = linear.overlap.parts if exchanges_now(linear) and divides_weights(linear) else None
+    return replace(row, method=method, reasons=reasons, parts=parts)
 
 
 def _passes(linear: Any) -> tuple[str, str, str]:
-    """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call, none before the first; TP: tensor-parallel
-    ranks."""
-    is_both, row = _is_in_two_groups(linear), is_row(linear)
-    sends = "A2A" if exchanges(linear) and (row if is_both else not divides_weights(linear)) else "AG"
+    """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call; TP: tensor-parallel ranks."""
+    over_tp, row, exchanged = (
+        divides_weights(linear),
+        is_row(linear),
+        linear.overlap.groups if exchanges(linear) else (),
+    )
+    is_both = over_tp and exchanges_now(linear)
+    sends = "A2A" if exchanges(linear) and (row if is_both else not over_tp) else "AG"
     kept = linear.overlap.config.gathered_input == "keep"
     again = "GEMM with x kept" if kept else f"{sends}(x) under dgrad, then GEMM"
+    cp = "".join(f" (CP {group.size()})" for group in [*exchanged][-1:])
     if is_both:
-        *ulysses, tensor = groups_of(linear)
-        tp, cp = f"(TP {tensor.size()})", "".join(f" (CP {group.size()})" for group in ulysses[-1:])
+        tp = f"(TP {linear.tp_group.size()})"
         if row:
             return f"A2A(x){cp}, GEMM + RS {tp}", f"AG(dy) + GEMM {tp}, A2A{cp}", again
         return f"AG(x) + GEMM {tp}, A2A{cp}", f"A2A(dy){cp}, GEMM + RS {tp}", again
     if sends == "A2A":
-        cp = "".join(f" (CP {group.size()})" for group in groups_of(linear)[-1:])
         if row:
             return f"A2A(x) + GEMM{cp}", f"GEMM + A2A{cp}", again
         return f"GEMM + A2A{cp}", f"A2A(dy) + GEMM{cp}", "GEMM with the received dy"
@@ -214,7 +195,7 @@ def _passes(linear: Any) -> tuple[str, str, str]:
 
 
 def _lines(rows: Sequence[LinearReport]) -> list[str]:
-    """The heading and the rows. A reason that does not fit into its column goes on in the next line."""
+    """The heading and the rows. A reason that is too wide goes on in the next line."""
     cells = [("linear", "method", "calls"), *((row.name, row.method, row.calls) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     indent = " " * (sum(widths) + 2 * len(widths))
@@ -228,7 +209,7 @@ def _lines(rows: Sequence[LinearReport]) -> list[str]:
 
 
 def _lines_of_passes(rows: Sequence[LinearReport]) -> list[str]:
-    """What the passes do, in a line for all linears that do the same. A slot whose linears differ is named by its linears."""
+    """A line for all linears that do the same. A slot whose linears differ is named by its linears."""
     passes = [(row, (row.fprop, row.dgrad, row.wgrad)) for row in rows if row.fprop != "-"]
     kinds = Counter(slot for slot, _ in {(row.slot, does) for row, does in passes})
     named: dict[tuple[str, str, str], list[str]] = {}
@@ -252,12 +233,8 @@ def _folded(rows: Sequence[LinearReport], part: str) -> list[LinearReport]:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    in_a_row = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in in_a_row]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
@@ -278,7 +255,7 @@ class FirstTable:
 
 
 def print_table(model: Model) -> None:
-    """Print the table of an enabled model now, unless it has been printed: after a run without a backward, for instance."""
+    """Print the table of an enabled model now, unless it has been printed."""
     for linear in overlapped_linears(model):
         if linear.overlap.on_gradient is not None:
             linear.overlap.on_gradient()
@@ -295,7 +272,7 @@ def _prints() -> bool:
 
 
 def stage() -> str:
-    """This rank's pipeline stage in words, for example "pipeline stage 0 of 2"; empty without a pipeline."""
+    """For example "pipeline stage 0 of 2"; empty without a pipeline."""
     if not parallel_state.model_parallel_is_initialized():
         return ""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -309,8 +286,8 @@ def counters(model: Model) -> dict[str, float]:
         overlap_train/<slot>/fallback_calls     forward calls that took Megatron's own path
         overlap_train/symmetric_mib             symmetric memory of this rank, in MiB
 
-    Calls are counted from the start of the process, recomputed ones included. Megatron writes from the last rank: with a
-    pipeline these are the figures of the last stage.
+    Calls are counted from the start of the process, recomputed ones included. With a pipeline Megatron writes those of the last
+    stage.
     """
     values: Counter[str] = Counter()
     linears = overlapped_linears(model)

@@ -4,19 +4,18 @@
     linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
 W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
-in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call serves what falls back: it is
-Megatron's forward. Only the class of a built module changes: parameters and checkpoint keys stay.
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call is Megatron's forward. Only the class
+of a built module changes: parameters and checkpoint keys stay.
 
-Where tensor parallelism (TP) divides the weights, linear_qkv is AG(x) + GEMM over TP and then the all-to-all, linear_proj the
-all-to-all and then GEMM + RS over TP. A long sequence passes in parts: the product of one hides the exchange of another. Where
-that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
+Where tensor parallelism (TP) divides the weights, a long sequence passes in parts: the product of one hides the exchange of
+another. Where that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from overlap_train.integrations.megatron.linears import (
     overlapped_forms,
     te_feature,
 )
-from overlap_train.ulysses.two_groups import Groups, Sizes, nodes_of_groups, sizes_of_heads, sizes_of_rows
+from overlap_train.ulysses.two_groups import nodes_of_groups, places_of
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -73,23 +72,18 @@ class Exchange:
 
 
 def why_apart(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-    """Why a linear over TP and the exchange of this call do not hide each other; None: they do.
-
-    The same on all ranks of both groups. On GPUs the first call that is long enough communicates.
-    """
-    is_qkv = linear.overlap.slot == "qkv"
-    if is_qkv and linear.weight.shape[0] != exchange.heads.features:
+    """Why a linear over TP and the exchange of this call do not hide each other; None: they do. The same on all ranks of both
+    groups. On GPUs the first call that is long enough communicates."""
+    config = linear.overlap.config
+    if linear.overlap.slot == "qkv" and linear.weight.shape[0] != exchange.heads.features:
         return "fewer KV heads than TP ranks: Megatron gathers the product first"
     if parts_of_call(linear, x, exchange) == 1:
         return "too short to be cut into parts"
-    return _why_not_on_gpus(linear, x, exchange) if x.is_cuda else None
-
-
-def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-    config = linear.overlap.config
+    if not x.is_cuda:
+        return None
     if config.method == "auto" and config.provider == "nvshmem":
         return "NVSHMEM serves one group of a process"
-    nodes = nodes_of_groups(_groups(linear, exchange), config, x.device, linear.overlap.name)
+    nodes = nodes_of_groups(exchange.shards(linear.tp_group), config, x.device, linear.overlap.name)
     if min(nodes) > 1:
         return "both TP and CP ranks span nodes"
     if max(nodes) > 1 and config.method == "auto":
@@ -99,34 +93,21 @@ def _why_not_on_gpus(linear: Any, x: torch.Tensor, exchange: Exchange) -> str | 
 
 def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
     """Into how many parts this call is cut."""
-    return len(_sizes(linear, x, exchange).parts(linear.overlap.config))
-
-
-def _sizes(linear: Any, x: torch.Tensor, exchange: Exchange) -> Sizes:
-    groups = _groups(linear, exchange)
-    if linear.overlap.slot == "qkv":
-        return sizes_of_heads(x, linear.weight, exchange.heads, groups)
-    return sizes_of_rows(x, linear.weight, groups, linear.overlap.config)
-
-
-def _groups(linear: Any, exchange: Exchange) -> Groups:
-    assert exchange.group is not None
-    return Groups(exchange.group, linear.tp_group)
+    heads, shards = exchange.heads if linear.overlap.slot == "qkv" else None, exchange.shards(linear.tp_group)
+    return len(places_of(x, linear.weight, shards, linear.overlap.config, heads))
 
 
 class _Exchanging:
-    """Makes a linear of a Ulysses attention exchange within its product (to_heads, to_rows). Mixed in before a linear class
-    of Megatron's or TransformerEngine's."""
+    """Makes a linear of a Ulysses attention exchange within its product. Mixed in before a linear class of Megatron's or
+    TransformerEngine's."""
 
     overlap: LinearOverlap
     # What the call under way does, where it is not Megatron's linear.
     _instead: Callable[[torch.Tensor], Any] | None = None
 
     def reason(self: Any, x: torch.Tensor, exchange: Exchange) -> str | None:
-        """Why this call cannot exchange within its product; None: it can. Counts the call.
-
-        With a reason, the attention calls the linear and exchanges by a collective. Over TP the linear counts such a call itself.
-        """
+        """Why this call cannot exchange within its product, so that the attention exchanges by a collective; None: it can. Counts
+        the call; over TP the linear counts itself one with a reason."""
         reason = te_feature(self) or exchange_reason(self, x, exchange.group)
         overlap = self.overlap
         if not divides_weights(self):
@@ -145,10 +126,8 @@ class _Exchanging:
         return super().forward(*args, **kwargs) if instead is None else instead(*args)  # type: ignore[misc]
 
     def _call(self: Any, x: torch.Tensor, instead: Callable[[torch.Tensor], Any]) -> Any:
-        """Call the module, with its hooks, and run `instead` in place of its forward.
-
-        `instead` is no argument of the call: hooks would see it, and Megatron's activation logging saves the arguments of a call.
-        """
+        """Call the module, with its hooks, and run `instead` in place of its forward. It is no argument of the call: hooks would
+        see it, and Megatron's activation logging saves arguments."""
         self._instead = instead
         try:
             return self(x)
@@ -158,34 +137,32 @@ class _Exchanging:
     def to_heads(
         self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
     ) -> Heads:
-        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated.
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated. For a
+        call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks."""
 
-        For a call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks.
-        """
-        return self._call(x, partial(self._to_heads, exchange=exchange, norm=norm, rotary=rotary))
+        def product(x: torch.Tensor) -> Heads:
+            overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
+            q, k, v = qkv_all_to_all(
+                normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
+                qk_norm=None if norm is None else norm(), rotary=rotary,
+                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+            )  # fmt: skip
+            return overlap.watched(q), k, v
 
-    def _to_heads(
-        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
-    ) -> Heads:
-        overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
-        q, k, v = qkv_all_to_all(
-            normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
-            qk_norm=None if norm is None else norm(), rotary=rotary,
-            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
-        )  # fmt: skip
-        return overlap.watched(q), k, v
+        return self._call(x, product)
 
     def to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(y, None), or (y without b, b) where the caller adds the bias itself. For a call of which `reason` is None."""
-        return self._call(x, partial(self._to_rows, exchange=exchange))
 
-    def _to_rows(self: Any, x: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
-        overlap, (added, returned) = self.overlap, biases(self)
-        y = attention_output_linear(
-            x, self.weight, added, shards=exchange.shards(self.tp_group),
-            config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
-        )  # fmt: skip
-        return overlap.watched(y), returned
+        def product(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            overlap, (added, returned) = self.overlap, biases(self)
+            y = attention_output_linear(
+                x, self.weight, added, shards=exchange.shards(self.tp_group),
+                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+            )  # fmt: skip
+            return overlap.watched(y), returned
+
+        return self._call(x, product)
 
 
 @cache

@@ -1,18 +1,17 @@
 """What a Ulysses attention needs of other ranks beside its operators: parts of what each has, and exchanges by collectives.
 
 Megatron gives each rank its part of the rotary frequencies and of the mask. After the exchange a rank has all rows, therefore the
-parts are put together again, once for all layers of a forward. All ranks of the group do that in the same calls.
-torch.distributed would wait without naming anybody; here the wait is bounded.
+parts are put together again, once for all layers of a forward, by all ranks in the same calls, within bounded time.
 
-The exchange of finished q, k, v and context by torch.distributed's all-to-all is right everywhere and overlapped with nothing. It
-serves where no operator multiplies and exchanges at once: sequences over TP that are too short for parts, evaluation mode, and
-linears that have no overlapped form. Its gradient is the exchange back, which is itself.
+The exchange of finished q, k, v and context by torch.distributed's all-to-all serves where no operator multiplies and exchanges
+at once: sequences over TP that are too short for parts, evaluation mode, and linears that have no overlapped form.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +27,8 @@ from overlap_train.warn import warn_user
 
 @torch.no_grad()
 def gathered(x: torch.Tensor, dim: int, exchange: Exchange, timeout_s: float) -> torch.Tensor:
-    """The parts of all ranks along `dim`, in the order of the sequence.
-
-    Raises:
-        OverlapTimeoutError: they were not here within timeout_s. While a CUDA graph is captured nothing waits.
-    """
+    """The parts of all ranks along `dim`, in the order of the sequence. Raises OverlapTimeoutError; nothing waits while a CUDA
+    graph is captured."""
     part = x.movedim(dim, 0).contiguous()
     sent = part.view(torch.uint8) if part.dtype == torch.bool else part
     whole = torch.empty(exchange.ranks * len(sent), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
@@ -105,14 +101,10 @@ class WholeSequence:
         self._answers: defaultdict[str, OrderedDict[Any, tuple[Any, Any]]] = defaultdict(OrderedDict)
 
     def exchange(
-        self,
-        group: dist.ProcessGroup | None,
-        heads: AttentionHeads,
-        layout: SequenceLayout,
-        rows: int,
+        self, group: dist.ProcessGroup | None, heads: AttentionHeads, layout: SequenceLayout, rows: int,
         device: torch.device,
-    ) -> Exchange:
-        """The Exchange of a sequence, or of a pack, of `rows` rows over the ranks of `group`."""
+    ) -> Exchange:  # fmt: skip
+        """Of a sequence, or of a pack, of `rows` rows over the ranks of `group`."""
 
         def answer() -> Exchange:
             order = layout.rows_of_ranks(rows, 1 if group is None else group.size(), device).flatten()
@@ -130,21 +122,15 @@ class WholeSequence:
     def frequencies(
         self, freqs: torch.Tensor, rows: int, exchange: Exchange, documents: Documents | None, whole_pack: bool
     ) -> torch.Tensor:
-        """Rotary frequencies [s, 1 or b, 1, r], a row for each row of the sequence.
+        """Rotary frequencies [s, 1 or b, 1, r], a row for each row of the sequence. Raises ValueError for another number of rows.
 
-        Args:
-            freqs: Megatron's: [s/W, ...], this rank's part, or [longest document, ...] of packed sequences.
-            whole_pack: whether freqs of as many rows as all documents have counts on from document to document.
-
-        Raises:
-            ValueError: freqs have another number of rows.
-            OverlapTimeoutError: the parts of the other ranks did not come.
+        freqs: Megatron's: [s/W, ...], this rank's part, or [longest document, ...] of packed sequences. whole_pack: whether freqs
+        of as many rows as all documents have count on from document to document.
         """
         key = (_FREQS, *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
         if documents is not None:
-            return self._kept(
-                key, freqs, lambda: freqs[_positions(len(freqs), rows, documents, whole_pack).to(freqs.device)]
-            )
+            positions = partial(_positions, len(freqs), rows, documents, whole_pack)
+            return self._kept(key, freqs, lambda: freqs[positions().to(freqs.device)])
         if len(freqs) == rows:
             return freqs
         if len(freqs) * exchange.ranks != rows:
@@ -155,7 +141,7 @@ class WholeSequence:
         return self._kept(key, freqs, lambda: gathered(freqs, 0, exchange, self.timeout_s))
 
     def rotary(self, freqs: torch.Tensor, mscale: float, interleaved: bool) -> Rotary:
-        """The Rotary, cos and sin [s, r] times mscale, of frequencies [s, 1, 1, r]."""
+        """cos and sin [s, r] times mscale, of frequencies [s, 1, 1, r]."""
 
         def answer() -> Rotary:
             angles = freqs.float().flatten(1)
@@ -164,12 +150,8 @@ class WholeSequence:
         return self._kept((_ROTARY, *_identity(freqs), mscale, interleaved), freqs, answer)
 
     def _kept(self, key: Any, holds: Any, answer: Callable[[], Any]) -> Any:
-        """`holds`: the tensor whose address is in the key; while it is held, no other has that address.
-
-        No answer is an inference tensor, which autograd would refuse in later calls. A CUDA graph makes its own: what is made
-        while it is captured is there only after a replay, and what was made before may be forgotten here while the graph still
-        reads it.
-        """
+        """`holds`: the tensor whose address is in the key; while it is held, no other has that address. As in ulysses/layout.py
+        (kept) no answer is an inference tensor, and a CUDA graph makes its own."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return answer()
         kept = self._answers[key[0]]

@@ -1,30 +1,31 @@
-"""RMSNorm of each head of q and of k, between the bias and the rotation of attention_layout.py.
-
-    y = x / rms(x) * weight       rms(x) = sqrt(mean(x²) + eps) over the head's dim features
-    dx = (g - n mean(g n)) / rms(x)       with n = x / rms(x) and g = dy * weight
-    dweight = sum of dy n over rows and heads, in fp32
-
-Everything is computed in fp32. x, y, dy and dx are rounded to the dtype of the activations, where torch.nn.RMSNorm rounds them.
-
-Converts between what an all-to-all brings and what attention wants, in one pass over the data each way.
+"""Converts between what an all-to-all brings and what attention wants, in one pass over the data each way.
 
     unpack   packed [r, b, n], any r rows of the sequence  ->  those rows of q, k, v [s, b, heads, dim]
     pack     the same rows of dq, dk, dv  ->  [r, b, n], the transposed map, which is sent
 
 n = (query + 2 kv) dim: per KV head its query heads, k, v, all of this rank's. `rows` [r] says which rows of the sequence they
-are, and -1 of padding: unpack leaves it out, pack writes 0. A bias is added, and q and k are normalised (qk_norm.py) and rotated,
-in the same read and write. The copy out of symmetric memory thus costs nothing beside what a model does anyway.
+are, and -1 of padding: unpack leaves it out, pack writes 0. A bias is added, and q and k are normalised and rotated, in the same
+read and write. The copy out of symmetric memory thus costs nothing beside what a model does anyway.
+
+    y = x / rms(x) * weight       rms(x) = sqrt(mean(x²) + eps) over the head's dim features
+    dx = (g - n mean(g n)) / rms(x)       with n = x / rms(x) and g = dy * weight
+    dweight = sum of dy n over rows and heads, in fp32
+
+All of it is computed in fp32. x, y, dy and dx are rounded to the dtype of the activations, where torch.nn.RMSNorm rounds them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .layout import AttentionHeads
+
+BLOCK_H = 8  # heads that a program moves: 2 KB of bf16 with 128 features each
+NORM_ROWS = 16  # that a program takes where it sums gradients of weights: the sums are 1 KB beside 96 KB of bf16
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,51 @@ class QkNorm:
     @property
     def meaning(self) -> str:
         """What ranks must agree on, in words. Weights are not compared."""
-        return _normalised(self.eps, self.zero_centered)
+        return f"normalised with eps {self.eps:g}" + " around one" * self.zero_centered
 
     def having(self, q_weight: torch.Tensor, k_weight: torch.Tensor) -> QkNorm:
-        """This norm with its weights as autograd has kept them: hooks on saved tensors (checkpointing) give back other
-        objects."""
+        """This norm with its weights as autograd has kept them."""
         return replace(self, q_weight=q_weight, k_weight=k_weight)
 
     def error(self, dim: int, device: torch.device, name: str) -> str | None:
-        """Why heads of `dim` features on `device` cannot be normalised, or None."""
         q, k = self.q_weight, self.k_weight
         if not isinstance(self.eps, int | float) or not self.eps > 0:
             return f"{name}: qk_norm.eps={self.eps!r} must be a number above 0, such as 1e-6"
         if q.shape != (dim,) or k.shape != (dim,):
             return f"{name}: qk_norm has weights {tuple(q.shape)} and {tuple(k.shape)}; both must be [{dim}], a head's features"
         if q.device != device or k.device != device:
-            return (
-                f"{name}: qk_norm has weights on {q.device} and {k.device}, the input is on {device}; move them there"
-            )
+            where = f"weights on {q.device} and {k.device}, the input is on {device}"
+            return f"{name}: qk_norm has {where}; move them there"
         return None
 
 
-@lru_cache(maxsize=32)  # calls have an object each
-def _normalised(eps: float, zero_centered: bool) -> str:
-    return f"normalised with eps {eps:g}" + " around one" * zero_centered
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of q and k: cos, sin [s, r], of the first r <= dim features of each head.
+
+    interleaved: features 2i and 2i + 1 are a pair; else i and i + r/2.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+    @property
+    def meaning(self) -> str:
+        """What ranks must agree on, in words. Angles are not compared."""
+        return f"{self.cos.shape[-1]} features rotated" + " in neighbouring pairs" * self.interleaved
+
+    def error(self, rows: int, dim: int, device: torch.device, name: str) -> str | None:
+        cos, sin, rotated = self.cos, self.sin, self.cos.shape[-1]
+        if cos.shape != sin.shape or cos.shape[:-1].numel() != rows:
+            shapes = f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)}"
+            return f"{name}: rotary has {shapes}; both must have a row for each of the {rows} rows of all ranks"
+        if cos.device != device or sin.device != device:
+            where = f"cos on {cos.device} and sin on {sin.device}, the input is on {device}"
+            return f"{name}: rotary has {where}; move them there"
+        if rotated % 2 or not 0 < rotated <= dim:
+            return f"{name}: rotary turns {rotated} features of each head, which has {dim}; it must be an even number of them"
+        return None
 
 
 class HeadNorm:
@@ -111,33 +133,6 @@ class HeadNorm:
         """fp32 [heads, dim]: query heads, then k."""
         q, k = (weight.float() + float(self.norm.zero_centered) for weight in (self.norm.q_weight, self.norm.k_weight))
         return torch.cat((q.expand(heads - 1, -1), k[None]))
-
-
-BLOCK_H = 8  # heads that a program moves: 2 KB of bf16 with 128 features each
-NORM_ROWS = 16  # that a program takes where it sums gradients of weights: the sums are 1 KB beside 96 KB of bf16
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding of q and k: cos, sin [s, r], of the first r <= dim features of each head.
-
-    interleaved: features 2i and 2i + 1 are a pair; else i and i + r/2.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    interleaved: bool = False
-
-    @property
-    def meaning(self) -> str:
-        """What ranks must agree on, in words. Angles are not compared."""
-        return _rotated_features(self.cos.shape[-1], self.interleaved)
-
-
-@lru_cache(maxsize=32)  # calls may have an object each
-def _rotated_features(count: int, interleaved: bool) -> str:
-    return f"{count} features rotated" + " in neighbouring pairs" * interleaved
 
 
 def unpack(
@@ -192,16 +187,14 @@ def unpack_by_kernel(
     from ..kernels.attention_layout import unpack_kernel
     from ..kernels.attention_norm import unpack_normed_kernel
 
-    tables, constants, blocks = _launch(packed, rows, into, rotary)
+    tables, constants, blocks = _launch(packed, rows, into, rotary, norm)
     grid, constants["HAS_BIAS"] = (packed.shape[0] * packed.shape[1], blocks), bias is not None
     bias_at = packed if bias is None else bias.contiguous()
     if norm is None:
-        unpack_kernel[grid](packed, bias_at, *tables, **constants, **_halves(constants))
+        unpack_kernel[grid](packed, bias_at, *tables, **constants)
         return
-    kept, weights, switches = _of_norm(norm, packed)
-    unpack_normed_kernel[grid](
-        packed, bias_at, kept, *weights, *tables, KEEPS=norm.before is not None, **constants, **switches
-    )
+    kept, weights = packed if norm.before is None else norm.before, _of_norm(norm.norm)
+    unpack_normed_kernel[grid](packed, bias_at, kept, *weights, *tables, KEEPS=norm.before is not None, **constants)
 
 
 def pack_by_kernel(
@@ -209,35 +202,26 @@ def pack_by_kernel(
 ) -> torch.Tensor:
     """pack in one read and one write, whatever the strides of dq, dk and dv."""
     from ..kernels.attention_layout import pack_kernel
+    from ..kernels.attention_norm import pack_normed_kernel
 
     grads = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in grads)  # type: ignore[assignment]
     packed = grads[0].new_empty(len(rows), grads[0].shape[1], heads_of(grads).features)
-    tables, constants, blocks = _launch(packed, rows, grads, rotary)
+    tables, constants, blocks = _launch(packed, rows, grads, rotary, norm)
+    count = packed.shape[0] * packed.shape[1]
     if norm is None:
-        grid = (packed.shape[0] * packed.shape[1], blocks)
-        pack_kernel[grid](packed, *tables, **constants, **_halves(constants))
-    else:
-        _pack_normed(packed, norm, tables, constants, blocks)
+        pack_kernel[count, blocks](packed, *tables, **constants)
+        return packed
+    programs, (*weights, eps) = -(-count // NORM_ROWS), _of_norm(norm.norm)
+    sums = packed.new_empty(programs * blocks, *norm.weight_gradients.shape, dtype=torch.float32)
+    pack_normed_kernel[programs, blocks](
+        packed, norm.before, *weights, sums, eps, count, *tables, ROWS=NORM_ROWS, **constants
+    )
+    norm.weight_gradients += sums.sum(0)  # each program's sum, then the sum of these
     return packed
 
 
-def _pack_normed(
-    packed: torch.Tensor, norm: HeadNorm, tables: tuple[Any, ...], constants: dict[str, Any], blocks: int
-) -> None:
-    """Writes packed, and adds to the gradients of the weights: each program's sum, then the sum of these."""
-    from ..kernels.attention_norm import pack_normed_kernel
-
-    (before, (*weights, eps), switches), count = _of_norm(norm, packed), packed.shape[0] * packed.shape[1]
-    grid = (-(-count // NORM_ROWS), blocks)
-    sums = packed.new_empty(grid[0] * grid[1], 2, packed.shape[2] // constants["HEADS"], dtype=torch.float32)
-    pack_normed_kernel[grid](
-        packed, before, *weights, sums, eps, count, *tables, ROWS=NORM_ROWS, **constants, **switches
-    )
-    norm.weight_gradients += sums.sum(0)
-
-
 def _launch(
-    packed: torch.Tensor, rows: torch.Tensor, tensors: Heads, rotary: Rotary | None
+    packed: torch.Tensor, rows: torch.Tensor, tensors: Heads, rotary: Rotary | None, norm: HeadNorm | None
 ) -> tuple[tuple[Any, ...], dict[str, Any], int]:
     """What all kernels are told of rows, angles (packed, if there are none), q, k and v; their constants; blocks of heads."""
     heads, rotated = heads_of(tensors), 0 if rotary is None else rotary.cos.shape[-1]
@@ -247,25 +231,19 @@ def _launch(
         HEADS=count, PER_GROUP=heads.per_group, DIM=heads.dim, ROTATED=rotated, BLOCK_H=BLOCK_H,
         INTERLEAVED=rotary is not None and rotary.interleaved,
     )  # fmt: skip
+    if norm is None:  # widths of what these kernels take at once: pairs, and features that are not rotated
+        constants |= dict(PAIRS=_power_of_two(rotated // 2), REST=_power_of_two(heads.dim - rotated))
+    else:
+        constants |= dict(ZERO_CENTERED=norm.norm.zero_centered, WIDTH=_power_of_two(heads.dim))
     places = [stride for tensor in tensors for stride in tensor.stride()[:3]]
     return (rows, *angles, *tensors, packed.shape[1], *places), constants, -(-count // BLOCK_H)
 
 
-def _halves(constants: dict[str, Any]) -> dict[str, int]:
-    """Widths of what kernels without a norm take at once: pairs, and features that are not rotated."""
-    dim, rotated = constants["DIM"], constants["ROTATED"]
-    return {"PAIRS": _power_of_two(rotated // 2), "REST": _power_of_two(dim - rotated)}
-
-
-def _of_norm(norm: HeadNorm, packed: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]:
-    """What kernels with a norm are told of it: where x is kept (packed, if it is not); weights and eps; constants."""
-    weights, kept = (norm.norm.q_weight.contiguous(), norm.norm.k_weight.contiguous()), norm.before
-    switches = {"ZERO_CENTERED": norm.norm.zero_centered, "WIDTH": _power_of_two(len(weights[0]))}
-    return packed if kept is None else kept, (*weights, float(norm.norm.eps)), switches
+def _of_norm(norm: QkNorm) -> tuple[torch.Tensor, torch.Tensor, float]:
+    return norm.q_weight.contiguous(), norm.k_weight.contiguous(), float(norm.eps)
 
 
 def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not below the argument, at least 1."""
     return 1 << max(0, size - 1).bit_length()
 
 

@@ -1,27 +1,22 @@
-"""KV heads that several ranks need, where a group has more ranks than there are KV heads: the gradients of their copies.
-
-AttentionHeads.sent_rows says which rows of the weight are sent, some of them to several ranks.
-
-What the linears of Ulysses do, part by part, forward and backward.
+"""What the linears of Ulysses do, part by part, forward and backward; weights are whole (else: two_groups.py).
 
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
+Rows lie in the caller's tensors rank after rank, in the sequence's order, or as heads of an attention (Rows).
+
 `to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
-it multiplies the next one (ahead.py).
-
-A call of a Ulysses linear while methods take turns (select/autotune.py): it is timed as a whole.
-
-The exchange of one part runs beside the product of another, so that parts have no times of their own.
+it multiplies the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self
+from itertools import zip_longest
+from typing import NamedTuple, Self
 
 import torch
 
@@ -31,61 +26,135 @@ from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.table import start_a2a_gemm, start_gemm_a2a
 from ..ops.wgrad import WeightGradient
 from ..select.autotune import Autotune, Timed, TimedBracket
-from .parts import Give, Part, ProductStep, Read, Step, run_steps
-from .rows import Rows
+from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
+from .parts import Factor, Give, Part, Read, Step, run_steps
+
+_UNTIMED = nullcontext()
+
+
+class Rows:
+    """The rows of all ranks in a tensor of the caller, with this rank's part of the features."""
+
+    def place(self, part: Part) -> torch.Tensor | None:
+        """The memory for the blocks [W, rows, C] of a part if they stay as they arrive; None: `take` writes them elsewhere."""
+        return None
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        """Write the blocks [W, rows, C] that have arrived for a part to where they belong, if `place` has not put them there."""
+
+    def give(self, part: Part) -> torch.Tensor:
+        """The blocks [W, rows, C] of a part that are sent, each contiguous."""
+        raise NotImplementedError
+
+
+class RankRows(Rows):
+    """x [M, C] or [s, b, C], rank after rank: block r are the positions of rank r, `batch` rows each."""
+
+    def __init__(self, x: torch.Tensor, world_size: int, batch: int) -> None:
+        self.x, self._world, self._batch = x, world_size, batch
+
+    def place(self, part: Part) -> torch.Tensor:
+        return self.give(part)
+
+    def give(self, part: Part) -> torch.Tensor:
+        blocks = self.x.view(self._world, -1, self.x.shape[-1])
+        first, last = part.first * self._batch, part.last * self._batch
+        return blocks if last - first == blocks.shape[1] else blocks[:, first:last]
+
+
+class SequenceRows(Rows):
+    """x [s, b, C] in the order of the sequence. rows: int64 [W, positions], or [W, T, positions], which of them each rank has.
+    is_padded: some are -1. Padding is sent as zeros, and what arrives of it is written to row s, which x then has, too."""
+
+    def __init__(self, x: torch.Tensor, rows: torch.Tensor, is_padded: bool) -> None:
+        self.x, self._rows, self._is_padded = x, rows, is_padded
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        rows = rows_of(self._rows, part)
+        self.x[rows] = received.reshape(len(rows), *self.x.shape[1:])
+
+    def give(self, part: Part) -> torch.Tensor:
+        rows = rows_of(self._rows, part)
+        sent = self.x.index_select(0, rows.clamp(min=0) if self._is_padded else rows)
+        if self._is_padded:
+            sent.masked_fill_((rows < 0).view(-1, 1, 1), 0)
+        return sent.view(len(self._rows), -1, self.x.shape[-1])
+
+
+class Places(NamedTuple):
+    """How tensors hold the rows that to_rows exchanges. rows, is_padded: see SequenceRows; rows None: rank after rank."""
+
+    world_size: int
+    batch: int
+    rows: torch.Tensor | None = None
+    is_padded: bool = False
+
+    def of(self, x: torch.Tensor) -> Rows:
+        if self.rows is None:
+            return RankRows(x, self.world_size, self.batch)
+        return SequenceRows(x, self.rows, self.is_padded)
+
+
+class HeadRows(Rows):
+    """q [s, b, query, dim], k and v [s, b, kv, dim], or gradients. rows: as of SequenceRows. bias: added to what is taken."""
+
+    def __init__(
+        self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None, norm: HeadNorm | None
+    ) -> None:
+        self._heads, self._rows, self._rotary, self._bias, self._norm = heads, rows, rotary, bias, norm
+        self.bias_gradient: torch.Tensor | None = None  # fp32, the sum of what `give` has returned; None: not asked for
+
+    def take(self, part: Part, received: torch.Tensor) -> None:
+        rows = rows_of(self._rows, part)
+        packed = received.reshape(len(rows), self._heads[0].shape[1], -1)
+        unpack(packed, self._bias, rows, self._heads, self._rotary, self._norm)
+
+    def give(self, part: Part) -> torch.Tensor:
+        packed = pack(self._heads, rows_of(self._rows, part), self._rotary, self._norm).flatten(0, 1)
+        if self.bias_gradient is not None:
+            self.bias_gradient += packed.sum(0, dtype=torch.float32)
+        return packed.view(len(self._rows), -1, packed.shape[-1])
+
+
+def rows_of(rows: torch.Tensor, part: Part) -> torch.Tensor:
+    """The rows of the sequence that a part has, rank after rank. rows: [W, positions], or [W, TP ranks, positions]."""
+    return rows[..., part.first : part.last].flatten()
 
 
 def summed_copies(dy_blocks: torch.Tensor, copies: torch.Tensor, n: int) -> torch.Tensor:
-    """dy [rows, N] from [W, rows, N'/W], column i of which belongs to row copies[i] of the weight.
-
-    Copies are added in fp32 and in the order of ranks.
-    """
+    """dy [rows, N] from [W, rows, N'/W], column i of which belongs to row copies[i] of the weight, where several ranks need a KV
+    head (AttentionHeads.sent_rows). Copies are added in fp32 and in the order of ranks."""
     total = dy_blocks.new_zeros(dy_blocks.shape[1], n, dtype=torch.float32)
     for block, columns in zip(dy_blocks, copies.chunk(len(dy_blocks)), strict=True):
         total[:, columns] += block  # within a block each column comes once
     return total.to(dy_blocks.dtype)
 
 
-class InParts:
-    """A call of a Ulysses linear in parts, with tensor parallelism (two_groups.py) or without. batch: rows of a position."""
+class Turn(NamedTuple):
+    """Whose turn a call is while methods are tried: of which run, for which linear, by which method."""
 
-    __slots__ = ()  # Linear has its own
-
-    parts: Sequence[Part]
-    w: torch.Tensor
-    batch: int
-
-    @property
-    def keeps(self) -> bool:
-        """Whether what `to_rows` receives is kept for the weight gradient, and not sent again."""
-        return self.parts[0].exchange.plan.wgrad is None
-
-    def multiplying(self, w: torch.Tensor) -> Self:
-        """This call with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
-        return replace(self, w=w)  # type: ignore[type-var]  # of dataclasses
-
-    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
-        """The rows of a part of a shard x [positions * batch, C]."""
-        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
+    run: Autotune
+    name: str
+    method: str
 
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.6 microseconds more
-class Linear(InParts):
+class Linear:
     """One call of a Ulysses linear. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it
-    [N', K].
-
-    copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position.
-    """
+    [N', K]. copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position. turn: the call is timed as
+    a whole, because parts, whose exchanges run beside each other's products, have no times of their own."""
 
     parts: tuple[Part, ...]
     weight: torch.Tensor
     w: torch.Tensor
     copies: torch.Tensor | None
     batch: int
+    turn: Turn | None = None
 
     @property
-    def main_grad(self) -> str:
-        return self.parts[0].exchange.plan.config.main_grad
+    def keeps(self) -> bool:
+        """Whether what `to_rows` receives is kept for the weight gradient, and not sent again."""
+        return self.parts[0].exchange.plan.wgrad is None
 
     @property
     def world_size(self) -> int:
@@ -96,158 +165,123 @@ class Linear(InParts):
         """M/W, of all parts."""
         return self.parts[-1].last * self.batch
 
-    def new_rows(self, features: int) -> torch.Tensor:
-        """Memory for [M/W, features]."""
-        return self.w.new_empty(self.rows_of_rank, features)
+    def multiplying(self, w: torch.Tensor) -> Self:
+        """This call with w as autograd has kept it: hooks on saved tensors (checkpointing) give back another object."""
+        return replace(self, w=w)
+
+    def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
+        """Those of a part of a shard x [positions * batch, C]."""
+        return x if len(self.parts) == 1 else x[part.first * self.batch : part.last * self.batch]
 
     def gradient(self) -> WeightGradient:
-        return WeightGradient(self.weight, self.main_grad, len(self.parts))
+        first = self.parts[0]
+        multiplies = first.over_tp or first.exchange
+        return WeightGradient(self.weight, multiplies.plan.config.main_grad, len(self.parts))
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""
-        run_steps([self._leaving(part, part.forward, x, self.w.t(), y) for part in self.parts])
+        with self._timed(self.turn, True) if self.turn else _UNTIMED:
+            run_steps([self._leaving(part, part.forward, x, self.w.t(), y) for part in self.parts])
         return x
 
     def _leaving(
-        self, part: Part, step: Callable[[Give, Read], Step], x: torch.Tensor, b_kn: torch.Tensor, y: Rows,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> ProductStep:  # fmt: skip
-        """The GEMM + A2A of a part's rows of x. All parts but the last are pulled, if y has a place for their blocks.
-
-        meanwhile: called before the step waits for the part's blocks.
-        """
+        self, part: Part, step: Callable[[Give, Read, Factor], Step], x: torch.Tensor, b_kn: torch.Tensor, y: Rows,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Step:  # fmt: skip
+        """The GEMM + A2A of a part's rows of x. meanwhile: called before the step waits for the part's blocks."""
 
         def read(exchange: GemmAllToAll) -> None:
-            meanwhile()
+            if meanwhile is not None:
+                meanwhile()
             y.take(part, exchange.received())
 
-        place, one = y.place(part), step(partial(self.rows, x, part), read)
-        is_pulled = place is not None and part is not self.parts[-1] and one.plan.may_pull
-        return one.with_product(b_kn, place, is_pulled)
+        return step(partial(self.rows, x, part), read, Factor(b_kn, y.place(part), part is self.parts[-1]))
 
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(dx [M/W, K], dw). x: None if dw is not wanted."""
-        dx, gradient = self.new_rows(self.w.shape[1]) if wants_dx else None, self.gradient()
+        """(dx [M/W, K], dw). x: as `to_heads` returned it; None if dw is not wanted."""
+        dx = self.w.new_empty(self.rows_of_rank, self.w.shape[1]) if wants_dx else None
+        dw = self.gradient()
 
         def multiply(part: Part, receiver: AllToAllGemm) -> None:
             if dx is not None:
                 receiver.matmul(self.w, self.rows(dx, part))
-            if x is not None or dx is None:  # the peers need what this rank sends, whatever is frozen here
-                blocks = receiver.received_view()
-            if x is not None:
-                ahead = None if part is self.parts[-1] else part.exchange.plan.dgrad
-                with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(ahead):
-                    gradient.add(_of_weight(self, blocks), self.rows(x, part))
+            if x is None:
+                if dx is None:  # the peers need what this rank sends, whatever is frozen here
+                    receiver.received_view()
+                return
+            blocks = receiver.received_view()
+            if self.copies is not None:
+                blocks = summed_copies(blocks, self.copies, self.weight.shape[0])
+            self._add(dw, part, blocks, self.rows(x, part), part is not self.parts[-1])
 
-        run_steps([part.backward(partial(dy.give, part), partial(multiply, part)) for part in self.parts])
-        return dx, gradient.result() if x is not None else None
+        with self._timed(self.turn, False) if self.turn and wants_dx else _UNTIMED:
+            run_steps([part.backward(partial(dy.give, part), partial(multiply, part)) for part in self.parts])
+        return dx, None if x is None else dw.result()
 
     def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """(y [M/W, N] = all_to_all(x) @ w.T, what each part has received [W, rows, K/W] if it is kept)."""
-        y, kept = self.new_rows(self.w.shape[0]), []
+        y, kept = self.w.new_empty(self.rows_of_rank, self.w.shape[0]), []
 
         def multiply(part: Part, receiver: AllToAllGemm) -> None:
             receiver.matmul(self.w.t(), self.rows(y, part))
             if keep:
-                kept.append(receiver.received_copy())
+                kept.append(receiver.received_copy().unflatten(0, (self.world_size, -1)))
 
-        run_steps([part.forward(partial(x.give, part), partial(multiply, part)) for part in self.parts])
+        with self._timed(self.turn, True) if self.turn else _UNTIMED:
+            run_steps([part.forward(partial(x.give, part), partial(multiply, part)) for part in self.parts])
         return y, kept
 
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows.
+        """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept; None: dw is not
+        wanted. dx: where to write dx; None: it is not wanted."""
+        dw = self.gradient()
+        with self._timed(self.turn, False) if self.turn and dx is not None else _UNTIMED:
+            if x is None or isinstance(x, list):
+                self._send_dx(x, dy, dx, dw)
+            else:
+                for part in self.parts:
+                    self._send_again(part, x, dy, dx, dw)
+        return None if x is None else dw.result()
 
-        Args:
-            x: the rows to send again, or what forward received and kept; None: dw is not wanted.
-            dx: where to write dx; None: it is not wanted.
-        """
-        if x is None or isinstance(x, list):
-            return self._rows_backward_alone(x, dy, dx)
-        gradient = self.gradient()
-        for part in self.parts:
-            domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
-            assert plan.wgrad is not None, "what forward has received was not kept"
-            exchange = None
-            with part.exchange.backward[dx is not None, True]:
-                receiver = start_a2a_gemm(domain, plan.wgrad, tags.wgrad, x.give(part))
-                if dx is not None:
-                    dy_rows, place = self.rows(dy, part), dx.place(part)
-                    exchange = start_gemm_a2a(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, place)
-                self._add(gradient, dy, dx, part, receiver.received_view())
-                if exchange is not None and dx is not None:
-                    dx.take(part, exchange.received())
-        return gradient.result()
+    def _send_again(self, part: Part, x: Rows, dy: torch.Tensor, dx: Rows | None, dw: WeightGradient) -> None:
+        """dx of a part, and dw of the x that is sent again under its product."""
+        domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
+        assert plan.wgrad is not None, "what forward has received was not kept"
+        with part.exchange.backward[dx is not None, True]:
+            receiver, dy_rows = start_a2a_gemm(domain, plan.wgrad, tags.wgrad, x.give(part)), self.rows(dy, part)
+            if dx is None:
+                self._add(dw, part, dy_rows, receiver.received_view(), False)
+                return
+            exchange = start_gemm_a2a(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
+            self._add(dw, part, dy_rows, receiver.received_view(), True)
+            dx.take(part, exchange.received())
 
-    def _rows_backward_alone(
-        self, kept: list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
-    ) -> torch.Tensor | None:
-        """Write dx and return dw of to_rows, and send nothing again. kept: what each part received in forward; None: dw is not
-        wanted."""
-        gradient = self.gradient()
-        adds: list[Callable[[], None]] = [lambda: None] * len(self.parts)
-        if kept is not None:
-            adds = [partial(self._add, gradient, dy, dx, *of_part) for of_part in zip(self.parts, kept, strict=True)]
-        if dx is not None:
-            turns = zip(self.parts, adds, strict=True)
-            steps = [(part, part.backward_alone if kept is None else part.backward, add) for part, add in turns]
-            run_steps([self._leaving(part, step, dy, self.w, dx, add) for part, step, add in steps])
-        else:
+    def _send_dx(self, kept: list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None, dw: WeightGradient) -> None:
+        """dx of all parts, and dw by what forward received and kept, while dx is under way."""
+        adds = [
+            partial(self._add, dw, part, self.rows(dy, part), blocks, dx is not None)
+            for part, blocks in zip(self.parts, kept or (), strict=kept is not None)
+        ]
+        if dx is None:
             for add in adds:
                 add()
-        return None if kept is None else gradient.result()
+            return
+        steps = [partial(part.backward, is_alone=kept is None) for part in self.parts]
+        leaving = zip_longest(self.parts, steps, adds)
+        run_steps([self._leaving(part, step, dy, self.w, dx, add) for part, step, add in leaving])
 
-    def _add(
-        self, gradient: WeightGradient, dy: torch.Tensor, dx: Rows | None, part: Part, blocks: torch.Tensor
-    ) -> None:
-        """Add to dw the product of a part's dy and the blocks [W, rows, K/W] that it received. Meanwhile dx leaves, if it is
-        wanted."""
-        dy_rows, started = self.rows(dy, part), None if dx is None else part.exchange.plan.dgrad
-        with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(started):
-            gradient.add(dy_rows, blocks.view(self.world_size, len(dy_rows), -1))
+    def _add(self, dw: WeightGradient, part: Part, dy: torch.Tensor, x: torch.Tensor, leaves: bool) -> None:
+        """Add a part's share to dw. leaves: a gradient of x is being sent meanwhile, by plan.dgrad."""
+        beside = part.exchange.plan.dgrad if leaves else None
+        with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(beside):
+            dw.add(dy, x)
 
-
-def _of_weight(linear: Linear, dy_blocks: torch.Tensor) -> torch.Tensor:
-    """dy in the columns of the weight's rows: the blocks as they are, or [rows, N] with the copies of a column summed."""
-    if linear.copies is None:
-        return dy_blocks
-    return summed_copies(dy_blocks, linear.copies, linear.weight.shape[0])
-
-
-@dataclass
-class TimedLinear(Linear):
-    """A call that is timed, for a trial: forward, and backward where it gives an input gradient."""
-
-    trial: Autotune
-    name: str
-    method: str
-
-    def _timed(self, kind: str) -> AbstractContextManager[None]:
-        work = self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
-        return TimedBracket(nullcontext(), self.trial, Timed(self.name, kind, self.method, work))
-
-    def _timed_backward(self, wants_dx: bool) -> AbstractContextManager[None]:
-        return self._timed(self.trial.fprop.dgrad.kind) if wants_dx else nullcontext()
-
-    def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
-        with self._timed(self.trial.fprop.kind):
-            return super().to_heads(x, y)
-
-    def to_rows(self, x: Rows, keep: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        with self._timed(self.trial.fprop.kind):
-            return super().to_rows(x, keep)
-
-    def heads_backward(
-        self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        with self._timed_backward(wants_dx):
-            return super().heads_backward(x, dy, wants_dx)
-
-    def rows_backward(
-        self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
-    ) -> torch.Tensor | None:
-        with self._timed_backward(dx is not None):
-            return super().rows_backward(x, dy, dx)
+    def _timed(self, turn: Turn, is_forward: bool) -> AbstractContextManager[None]:
+        """Of a forward, or of a backward that gives an input gradient: else its time says nothing."""
+        (run, name, method), work = turn, self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
+        kind = (run.fprop if is_forward else run.fprop.dgrad).kind
+        return TimedBracket(nullcontext(), run, Timed(name, kind, method, work))

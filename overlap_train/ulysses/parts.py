@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,12 +30,21 @@ Give = Callable[[], torch.Tensor]
 Read = Callable[[Any], None]  # takes what `start` returns
 
 
+class Factor(NamedTuple):
+    """What a step multiplies before its all-to-all: each rank gets columns of x [rows, K] @ b_kn [K, N]. into: the memory where
+    arriving blocks belong, or None. is_last: no step follows."""
+
+    b_kn: torch.Tensor
+    into: torch.Tensor | None
+    is_last: bool
+
+
 @dataclass(slots=True)  # made at each call: frozen it would take 0.7 microseconds more
 class Step:
     """One all-to-all of one part: an operator with a bracket of its own.
 
-    give: makes the blocks to send, [W, rows, C]. read: takes what `start` returned, and what has arrived from it; the step keeps
-    its slot until `read` returns.
+    give: makes the blocks to send, [W, rows, C], or x if there is a factor. read: takes what `start` returned, and what has
+    arrived from it; the step keeps its slot until `read` returns.
     """
 
     domain: OverlapDomain
@@ -44,49 +53,31 @@ class Step:
     bracket: AbstractContextManager[None]
     give: Give
     read: Read
+    factor: Factor | None = None
 
     def start(self, sent: torch.Tensor) -> AllToAllGemm | GemmAllToAll:
-        return start_a2a_gemm(self.domain, self.plan, self.tag, sent)
+        if self.factor is None:
+            return start_a2a_gemm(self.domain, self.plan, self.tag, sent)
+        start = start_pulled_gemm_a2a if self.is_pulled else start_gemm_a2a
+        return start(self.domain, self.plan, self.tag, sent, self.factor.b_kn, self.factor.into)  # type: ignore[arg-type]
 
-    def with_product(self, b_kn: torch.Tensor, into: torch.Tensor | None, is_pulled: bool) -> ProductStep:
-        """This step with a product in front of its all-to-all. b_kn, into, is_pulled: see ProductStep."""
-        return ProductStep(self.domain, self.plan, self.tag, self.bracket, self.give, self.read, b_kn, into, is_pulled)
-
-    def may_go_before(self, reader: Step) -> bool:
-        """Whether this step may begin before `reader`, the step before it, reads. It may if copies send in both steps: what a
-        kernel of the reader is yet to send would come after what this step sends."""
-        return self.plan.sends_ahead and reader.plan.sends_ahead
-
-
-@dataclass(slots=True)
-class ProductStep(Step):
-    """One GEMM + A2A of one part: each rank gets columns of x [rows, K] @ b_kn [K, N]. give: makes x.
-
-    into: the memory where arriving blocks belong, or None. is_pulled: whether ranks pull these blocks from each other while the
-    next step multiplies.
-    """
-
-    b_kn: torch.Tensor
-    into: torch.Tensor | None
-    is_pulled: bool
-
-    def start(self, sent: torch.Tensor) -> GemmAllToAll:
-        if self.is_pulled and self.into is not None:
-            return start_pulled_gemm_a2a(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
-        return start_gemm_a2a(self.domain, self.plan, self.tag, sent, self.b_kn, self.into)
+    @property
+    def is_pulled(self) -> bool:
+        """Whether ranks pull the blocks of this product from each other, while the next step multiplies."""
+        factor = self.factor
+        return factor is not None and factor.into is not None and not factor.is_last and self.plan.may_pull
 
     def may_go_before(self, reader: Step) -> bool:
-        """Whether this step may begin before `reader`, the step before it, reads. It may if the reader's blocks are pulled:
-        copies pull them beside this step's product."""
-        return isinstance(reader, ProductStep) and reader.is_pulled
+        """Whether this step may begin before `reader`, the step before it, reads: if copies send in both steps (what a kernel of
+        the reader is yet to send would come after what this step sends), with factors if the reader's blocks are pulled."""
+        if self.factor is None:
+            return self.plan.sends_ahead and reader.plan.sends_ahead
+        return reader.is_pulled
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Begin and read one step after the other. A step that may go before its predecessor reads begins at that time.
-
-    First its blocks are made. If that takes a product, the product hides what the predecessor has sent. If the predecessor is
-    pulled, the product of the step hides that.
-    """
+    """Begin and read one step after the other. A step that may go before its predecessor reads begins at that time: what it
+    multiplies, to make its blocks or as its factor, hides what the predecessor has sent."""
     ahead: AllToAllGemm | GemmAllToAll | None = None
     for step, following in zip_longest(steps, steps[1:]):
         with step.bracket:
@@ -96,6 +87,42 @@ def run_steps(steps: Sequence[Step]) -> None:
                 step.domain.begin_ahead()
                 ahead = following.start(sent)
             step.read(receiver)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Positions first ... last - 1 of the first dimension of every rank's shard. exchange: their planned operator. over_tp: under
+    tensor parallelism that of the TP group, which multiplies.
+
+    forward, backward and again return the step of a pass. give, read, factor: see Step.
+    """
+
+    first: int
+    last: int
+    exchange: PlannedOp
+    over_tp: PlannedOp | None = None
+
+    @property
+    def product(self) -> PlannedOp:
+        """The operator that multiplies."""
+        return self.over_tp or self.exchange
+
+    def forward(self, give: Give, read: Read, factor: Factor | None = None) -> Step:
+        op = self.exchange
+        return Step(op.domain, op.plan.fprop, op.tags.fprop, op.forward, give, read, factor)
+
+    def backward(self, give: Give, read: Read, factor: Factor | None = None, is_alone: bool = False) -> Step:
+        """is_alone: no weight gradient is wanted."""
+        op = self.exchange
+        plan = op.plan.dgrad_alone if is_alone else op.plan.dgrad
+        return Step(op.domain, plan, op.tags.dgrad, op.backward[True, False], give, read, factor)
+
+    def again(self, give: Give, read: Read) -> Step:
+        """The step in which this rank sends once more, for the weight gradient, what forward has sent."""
+        domain, plan, tags = self.exchange.domain, self.exchange.plan.wgrad, self.exchange.tags
+        assert plan is not None, "what forward has received was kept"
+        bracket = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
+        return Step(domain, plan, tags.wgrad, bracket, give, read)
 
 
 _MIB = 1 << 20
@@ -109,41 +136,8 @@ _UNITS = (1024, 512, 256, 128)
 _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """Positions first ... last - 1 of the first dimension of every rank's shard, and the plan of their exchange.
-
-    forward, backward, backward_alone and again return the step of a pass. give, read: see Step.
-    """
-
-    first: int
-    last: int
-    exchange: PlannedOp
-
-    def forward(self, give: Give, read: Read) -> Step:
-        exchange = self.exchange
-        return Step(exchange.domain, exchange.plan.fprop, exchange.tags.fprop, exchange.forward, give, read)
-
-    def backward(self, give: Give, read: Read) -> Step:
-        exchange = self.exchange
-        bracket = exchange.backward[True, False]  # what is sent again is another step
-        return Step(exchange.domain, exchange.plan.dgrad, exchange.tags.dgrad, bracket, give, read)
-
-    def backward_alone(self, give: Give, read: Read) -> Step:
-        """The same where no weight gradient is wanted."""
-        return replace(self.backward(give, read), plan=self.exchange.plan.dgrad_alone)
-
-    def again(self, give: Give, read: Read) -> Step:
-        """The step in which this rank sends once more, for the weight gradient, what forward has sent."""
-        domain, plan, tags = self.exchange.domain, self.exchange.plan.wgrad, self.exchange.tags
-        assert plan is not None, "what forward has received was kept"
-        bracket = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
-        return Step(domain, plan, tags.wgrad, bracket, give, read)
-
-
 def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
-    """The number of parts into which a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another;
-    1: it stays whole."""
+    """Into how many parts a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another."""
     gemm_us = 2 * rows * n * k / (system.sustained_tflops * 1e6)
     return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
 
@@ -151,14 +145,9 @@ def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
 def cut(
     positions: int, bytes_of_position: int, limit_mib: int, batch: int = 1, wanted: int = 1
 ) -> list[tuple[int, int]]:
-    """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots.
-
-    Args:
-        bytes_of_position: that a rank receives for one position of every rank's shard.
-        batch: rows of one position.
-        wanted: parts, where fewer would fit.
-    """
-    fits = min(_fitting(bytes_of_position, limit_mib), -(-positions // wanted))
+    """(first, last) of each part of a shard's positions, as few as fit into `limit_mib` for all slots. bytes_of_position: that a
+    rank receives for one position of every rank's shard. batch: rows of one position. wanted: parts, where fewer would fit."""
+    fits = min(int(limit_mib * _MIB // (SLOTS * bytes_of_position)), -(-positions // wanted))
     if positions <= fits:
         return [(0, positions)]
     units = (*(rows // gcd(rows, batch) for rows in _UNITS), 1)
@@ -167,16 +156,8 @@ def cut(
 
 
 def cut_exchange(positions: int, batch: int, row_bytes: int, config: OverlapConfig) -> list[tuple[int, int]]:
-    """`cut` of an exchange alone, in training, in the table of linears and in the tuner.
-
-    batch: rows of one position. row_bytes: that a rank receives for one row of every rank's shard.
-    """
+    """`cut` of an exchange alone. row_bytes: that a rank receives for one row of every rank's shard."""
     return cut(positions, batch * row_bytes, config.exchange_limit_mib, batch)
-
-
-def _fitting(bytes_of_position: int, limit_mib: int) -> int:
-    """Positions of which a slot holds what a rank receives."""
-    return int(limit_mib * _MIB // (SLOTS * bytes_of_position))
 
 
 def _step(positions: int, fits: int, unit: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import print_table, report
-from overlap_train.integrations.megatron.in_model import overlapped_linears
+from overlap_train.integrations.megatron.linears import overlapped_linears
 from overlap_train.integrations.megatron.table import LinearReport, Report
 from tests.megatron.models import BATCH, LLAMA, SEQUENCE, Recipe, batches, forward_backward, gpt, train, wrap
 from tests.megatron.workers import Workers

@@ -192,7 +192,7 @@ def dx_of_a_frozen_projection(machine: NodeSimulation) -> Build:
         plan = domain.plan(machine.method, dx, w, "ALL_TO_ALL_LINEAR", main_grad="off")
         linear = core("ops.plan_cache").Planned(domain, plan).linear("linear")
         whole = exchange.Linear((parts.Part(0, TILE, linear),), w, w, None, 1)
-        whole.rows_backward(None, dy, core("ulysses.rows").RankRows(dx, world, 1))
+        whole.rows_backward(None, dy, core("ulysses.exchange").RankRows(dx, world, 1))
 
     return in_one_pass(machine, run)
 

@@ -74,7 +74,7 @@ def _one_pass(
     domain: SimulatedDomain, method: str, x: torch.Tensor, w: torch.Tensor, rows: Any = None, backward: bool = False
 ) -> torch.Tensor:
     y = torch.full((domain.world_size * PARTS * TILE, TILE), torch.nan)
-    into = (rows or core("ulysses.rows").RankRows)(y, domain.world_size, 1)
+    into = (rows or core("ulysses.exchange").RankRows)(y, domain.world_size, 1)
     if backward:
         _linear(domain, method, "ALL_TO_ALL_LINEAR", y[: domain.world_size * TILE], w.t()).rows_backward(None, x, into)
     else:
@@ -98,7 +98,7 @@ def there_and_back(machine: Simulation) -> Build:
     def run(domain: SimulatedDomain, number: int) -> torch.Tensor:
         y = _one_pass(domain, "chunked", x[number, domain.rank], w)
         back = _linear(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
-        rows = core("ulysses.rows").RankRows(y.flatten(0, 1), world, 1)
+        rows = core("ulysses.exchange").RankRows(y.flatten(0, 1), world, 1)
         return back.to_rows(rows, False)[0]
 
     return _passes(machine, run, x @ w.t() @ v.t())
@@ -129,7 +129,7 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
 def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> list[str]:
     """What rank 0 does in its first pass: products that begin, of parts that are pulled or not, and operators that end."""
     order: list[str] = []
-    step, bracket = core("ulysses.parts").ProductStep, core("group.domain").OperatorScope
+    step, bracket = core("ulysses.parts").Step, core("group.domain").OperatorScope
 
     def domain_of(noted: Any) -> Any:
         return noted.domain if isinstance(noted, step) else noted._domain

@@ -50,7 +50,7 @@ def output_backward(machine: NodeSimulation, x_is: str = "sent again", wants_dx:
                 core("ulysses.parts").Part(first, first + TILE, planned.linear("linear"))
                 for first in range(0, PARTS * TILE, TILE)
             ]
-            rows, dx = core("ulysses.rows").RankRows, torch.full((world * PARTS * TILE, TILE), torch.nan)
+            rows, dx = core("ulysses.exchange").RankRows, torch.full((world * PARTS * TILE, TILE), torch.nan)
             if x_is == "kept":
                 given: Any = [x[:, rank, part.first : part.last].contiguous() for part in parts]
             else:

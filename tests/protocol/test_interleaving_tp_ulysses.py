@@ -86,8 +86,8 @@ def _overwriting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
-    """As two_group_calls.py plans it. method: of the products."""
-    plan_book, two_groups = core("ops.plan_cache"), core("ulysses.two_groups")
+    """As two_groups.py plans it. method: of the products."""
+    plan_book, two_groups, parts_of = core("ops.plan_cache"), core("ulysses.two_groups"), core("ulysses.parts")
     shard, both = w.new_empty(TILE, TILE), w.new_empty(2 * TILE, TILE)
     of_all = w.new_empty(rank.ulysses.world_size * 2 * TILE, TILE)
     settings: dict[str, Any] = dict(main_grad="off")
@@ -98,10 +98,10 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     def linear(planned: Any) -> Any:
         product = planned.beside(exchanged.plan.fprop.sm_margin).linear("linear")
         parts = tuple(
-            two_groups.ShardedPart(first, first + TILE, exchanged.linear("linear"), product)
+            parts_of.Part(first, first + TILE, exchanged.linear("linear"), product)
             for first in range(0, PARTS * TILE, TILE)
         )
-        return two_groups.ShardedLinear(parts, w, w, None, 1, 2)
+        return two_groups.ShardedLinear(parts, w, w, None, 1, tensor=2)
 
     return {"column": linear(column), "row": linear(row)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import replace
 
@@ -25,13 +24,14 @@ from overlap_train import (
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
 from overlap_train.ulysses import parts
-from overlap_train.ulysses.two_groups import Groups, _worst, nodes_of_groups
+from overlap_train.ulysses.two_groups import nodes_of_groups
 from tests.linear_cases import rounding_bound
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import (
     DIM,
     HIDDEN,
     LAYOUTS,
+    NAMES,
     B,
     Grid,
     Problem,
@@ -42,7 +42,6 @@ from tests.tp_ulysses_cases import (
     ulysses_across_nodes,
 )
 
-NAMES = ("y", "dx", "dw_qkv", "dbias_qkv", "dw_proj", "dbias_proj")
 CONFIG = OverlapConfig(method="chunked", exchange_mib=12, timeout_s=20.0)  # in parts, where a KiB stands for a MiB
 
 
@@ -116,10 +115,10 @@ def _nodes_of_groups(rank: int, world: int, tensor: list[int], ulysses: list[int
         domain_of(group, replace(CONFIG, node_ranks=3 if nodes[rank] == UNUSABLE else 2 // nodes[rank]), cpu)
         for group, nodes in ((g.tensor, tensor), (g.ulysses, ulysses))
     ]
-    found = nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv")
+    found = nodes_of_groups(g.shards(), None, cpu, "linear_qkv")
     for domain in domains:
         domain.agreement.exchange = None  # type: ignore[assignment, method-assign]
-    assert nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_proj") == found, "asked once"
+    assert nodes_of_groups(g.shards(), None, cpu, "linear_proj") == found, "asked once"
     return found
 
 
@@ -143,19 +142,12 @@ def test_all_ranks_know_of_one_whose_groups_both_span_nodes(
     assert values(run_ranks(4, _nodes_of_groups, tensor, ulysses)) == [expected] * 4
 
 
-def test_groups_that_both_span_nodes_go_before_one_that_spans_more() -> None:
-    for told in itertools.permutations([(1, 8), (2, 2), (4, 1), (1, 1)]):
-        assert _worst(told) == (2, 2)
-    for told in itertools.permutations([(1, 2), (2, 1), (1, 1)]):
-        assert _worst(told) == (2, 1), "in any order of ranks the same"
-
-
 def _before_and_after_shutdown(rank: int, world: int) -> list[tuple[int, int]]:
     g, cpu, found = grid(), torch.device("cpu"), []
     for node_ranks in (1, 2):
         for group in (g.tensor, g.ulysses):
             domain_of(group, replace(CONFIG, node_ranks=node_ranks), cpu)
-        found.append(nodes_of_groups(Groups(g.ulysses, g.tensor), None, cpu, "linear_qkv"))
+        found.append(nodes_of_groups(g.shards(), None, cpu, "linear_qkv"))
         shutdown()
     return found
 

@@ -1,4 +1,4 @@
-"""Which rows of a QKV weight are sent to which rank, and what becomes of the gradients of rows that are sent to several."""
+"""Which rows of a QKV weight are sent to which rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from overlap_train import AttentionHeads
-from overlap_train.ulysses.exchange import summed_copies
 
 CPU = torch.device("cpu")
 DIVIDED = [(8, 8, 2), (8, 4, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (12, 2, 6), (6, 3, 3), (4, 1, 1)]  # query, kv, ranks
@@ -60,26 +59,3 @@ def test_sent_rows_are_made_once_and_also_for_training() -> None:
 )
 def test_heads_that_cannot_be_divided_say_why(heads: AttentionHeads, world: int, error: str) -> None:
     assert re.search(f"^qkv: .*{error}", heads.error(world, "qkv") or "")
-
-
-def copies(*of_rank: float, dtype: torch.dtype) -> torch.Tensor:
-    """dy of a query row of each rank, then of k and v of the one KV head, of which every rank has a copy: [W, 1, 3]."""
-    return torch.tensor([[[7.0 + rank, dy, -dy]] for rank, dy in enumerate(of_rank)], dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("of_rank", "dtype", "total"),
-    [
-        ((256.0, 1.0, 1.0), torch.bfloat16, 258.0),  # 256 + 1 is 256 in bf16
-        ((2.0**24, -(2.0**24), 1.0), torch.float32, 1.0),  # 0 in another order
-        ((1.0, 2.0**24, -(2.0**24)), torch.float32, 0.0),
-    ],
-)
-def test_gradients_of_copies_are_added_in_fp32_and_in_the_order_of_ranks(
-    of_rank: tuple[float, ...], dtype: torch.dtype, total: float
-) -> None:
-    heads = AttentionHeads(3, 1, 1)
-    rows = heads.sent_rows(3, CPU)
-    assert rows is not None
-    dy = summed_copies(copies(*of_rank, dtype=dtype), rows, heads.features)
-    assert dy.dtype == dtype and dy.tolist() == [[7.0, 8.0, 9.0, total, -total]]

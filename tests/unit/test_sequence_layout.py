@@ -98,7 +98,6 @@ def test_ranks_hold_as_many_rows_as_lengths_say() -> None:
     rows = layout.rows_of_ranks(8, 4, torch.device("cpu"))
     assert rows.dtype == torch.int64
     assert rows.tolist() == [[0, 1, 2, -1], [-1, -1, -1, -1], [3, -1, -1, -1], [4, 5, 6, 7]]
-    assert SequenceLayout(lengths=(4, 2)).divided(2).lengths == (2, 2, 1, 1)
 
 
 def test_ranks_compare_lengths() -> None:

@@ -26,10 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...config import OverlapConfig
-from ...ulysses.attention import attention_output_linear, qkv_all_to_all
 from ...ulysses.attention_layout import Heads, Rotary, pack, unpack
-from ...ulysses.layout import AttentionHeads, SequenceLayout
-from ...ulysses.shards import SequenceShards
+from ...ulysses.layout import AttentionHeads, SequenceLayout, SequenceShards
+from ...ulysses.linears import attention_output_linear, qkv_all_to_all
 from ..measure.models import MODELS, Model
 from ..measure.results import Row
 from ..measure.runs import Check, Inputs, Run, Session
