@@ -16,7 +16,6 @@ pytest.importorskip("greenlet")
 
 from overlap_train.gpu.launch import Launch, LaunchCache
 from overlap_train.group.slots import Layout
-from overlap_train.nodes.ops import InterNodeGemmReduceScatter
 from overlap_train.nodes.slots import NodeCall
 from overlap_train.ops import table as start
 from tests.protocol.interleaving import Scheduler
@@ -102,29 +101,3 @@ def test_later_calls_pack_nothing_again(domain: SimulatedDomain, made: Counter[H
         for call in calls:
             call()
     assert not made, made.most_common(3)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_scatter_waits_twice_for_each_chunk_of_a_far_node(
-    method: str, domain: SimulatedDomain, made: Counter[Hashable]
-) -> None:
-    """For the ranks before this one and behind it; in the end once for its node, and for each rail peer."""
-    a_call(domain, "scatter", method)()
-    waits = [key for key in made if isinstance(key, tuple) and str(key[0]).startswith("wait")]
-    assert len(waits) == 2 * CHUNKS * (NODES - 1) + 1 + (NODES - 1)
-
-
-def test_sums_take_a_block_for_each_far_node(
-    domain: SimulatedDomain, made: Counter[Hashable], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no two sums lie in one place: all may be under way."""
-    found, make = set[tuple[int, int]](), InterNodeGemmReduceScatter._make_sum
-
-    def kept(scatter: Any, rail_peer: int, chunk: int, total: torch.Tensor) -> None:
-        found.add((total.data_ptr(), total.untyped_storage().nbytes()))
-        make(scatter, rail_peer, chunk, total)
-
-    monkeypatch.setattr(InterNodeGemmReduceScatter, "_make_sum", kept)
-    a_call(domain, "scatter", "chunked")()
-    assert len(found) == (NODES - 1) * CHUNKS
-    assert {nbytes for _, nbytes in found} == {(NODES - 1) * ROWS * ROWS * 4}
