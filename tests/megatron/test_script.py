@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
 from overlap_train.integrations.megatron.hooks import ScriptHooks, without_makefile
 from overlap_train.integrations.megatron.linears import LinearOverlap
 from overlap_train.integrations.megatron.packed import cut_of
+from tests.script_server import ScriptServer
 
 OVERLAP = OverlapConfig(method="chunked")
 TRAINING = "megatron.training.training"
@@ -39,30 +38,26 @@ def user_script(tmp_path: Path) -> Path:
     return tmp_path / "user.py"
 
 
-def launch(*words: object, cwd: Path | None = None, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "overlap_train.integrations.megatron", *map(str, words)]
-    env = {**os.environ, "RANK": str(rank)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
+LAUNCHER = ("-m", "overlap_train.integrations.megatron")
 
 
-def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path: Path):
-    ended = launch(user_script, "--lr", "1", "--", "-x", cwd=tmp_path.parent)
-    assert ended.returncode == 0, ended.stderr
+def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path: Path, script_server: ScriptServer):
+    status, said = script_server.run(*LAUNCHER, str(user_script), *["--lr", "1", "--", "-x"], folder=tmp_path, world=1)
     folder = user_script.resolve().parent
     expected = f"NAME __main__ ARGV ['--lr', '1', '--', '-x'] PATH {folder} FILE {user_script}\n"
-    assert ended.stdout == expected
+    assert status == 0 and said == expected
 
 
-def test_only_rank_0_prints_the_help():
-    first, second = launch("--help"), launch("--help", rank=1)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "--overlap-train-method" in first.stdout and second.stdout == ""
+def test_only_rank_0_prints_the_help(tmp_path: Path, script_server: ScriptServer):
+    status, said = script_server.run(*LAUNCHER, "--help", folder=tmp_path)
+    assert status == 0 and said.count("usage: ") == 1 and "--overlap-train-method" in said
 
 
-def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_script: Path):
-    ended = launch(user_script, "--overlap-train")
-    assert ended.returncode == 1
-    assert "no model was built by megatron.training's setup_model_and_optimizer" in ended.stderr
+def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(
+    user_script: Path, tmp_path: Path, script_server: ScriptServer
+):
+    status, said = script_server.run(*LAUNCHER, str(user_script), "--overlap-train", folder=tmp_path, world=1)
+    assert status == 1 and "no model was built by megatron.training's setup_model_and_optimizer" in said
 
 
 @pytest.mark.parametrize(

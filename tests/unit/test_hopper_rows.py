@@ -16,10 +16,10 @@ from overlap_train.select.tiling import HOPPER_TILE, count_waves
 from tests.unit.hopper_model import SMS, Product, Stored, run_gather, run_scatter
 
 # (rows of a rank, chunks): within a tile, around one, of many; chunks that end within tiles, too
-FEW = [(1, 1), (65, 1), (129, 1), (1400, 2), (1028, 4), (200, 8), (264, 4)]
+FEW = [(1, 1), (65, 1), (1400, 2), (200, 8)]
 # more tiles than there are SMs, and a last wave that is cut into halves, one of which may lack a strip
 ROWS = [*FEW, (4100, 4), (4240, 1)]
-RANKS = [(1, 0), (2, 1), (3, 0), (4, 2)]
+RANKS = [(1, 0), (2, 1), (4, 2)]
 NODES = [(1, *of_world) for of_world in RANKS] + [(2, 4, 1), (2, 2, 0), (3, 6, 3)]  # nodes, ranks, this one
 WIDE = 264  # two tiles of columns, the second of 8
 
@@ -220,7 +220,7 @@ def test_a_gather_stores_every_row_once(
 
 @pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize(("nodes", "world", "rank"), [case for case in NODES if case[0] > 1])
-@pytest.mark.parametrize(("m_shard", "chunks"), [(1, 1), (65, 1), (1400, 2), (264, 4), (4100, 4), (4240, 1)])
+@pytest.mark.parametrize(("m_shard", "chunks"), [(1, 1), (1400, 2), (264, 4), (4240, 1)])
 def test_a_kernel_that_leaves_takes_what_is_here_and_the_next_one_goes_on(
     m_shard: int, chunks: int, nodes: int, world: int, rank: int, exchange: bool
 ) -> None:
