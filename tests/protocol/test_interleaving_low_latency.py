@@ -166,9 +166,3 @@ def mismatched(second: str) -> Build:
 
 def test_another_call_of_a_peer_is_named_on_both_ranks() -> None:
     assert_passes(mismatched("fc2"), range(3), spin=True)
-
-
-def test_what_stands_for_missing_words_is_nan_in_every_dtype() -> None:
-    """That it is stored: test_interleaving_shared_slot.py."""
-    missing = torch.tensor([-1], dtype=torch.int32)
-    assert all(missing.view(dtype).isnan().all() for dtype in (torch.float32, torch.float16, torch.bfloat16))

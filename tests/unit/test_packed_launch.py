@@ -20,6 +20,7 @@ from overlap_train.gpu.launch import (
     Launch,
     LaunchCache,
     PackedLaunch,
+    Parameters,
     _Configuration,
     entry_of,
     layout_of,
@@ -56,6 +57,13 @@ def test_no_kernel_is_compiled_for_a_number_of_rows(compiling: ProcessPoolExecut
     kernels = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")
     named = [f"{family}{kernel}" for kernel in kernels for family in ("", "hopper_")]
     assert all(compiling.map(_takes_any_rows, named, timeout=120))
+
+
+def test_parameters_lie_on_64_bytes_and_keep_their_values() -> None:
+    parameters = Parameters([128, 4, 8])
+    assert all(address % 64 == 0 for address in parameters.table)
+    words = [parameters.set(1, -2), parameters.set(2, 1 << 40)]
+    assert [parameters.words[word] for word in words] == [2**64 - 2, 1 << 40]
 
 
 class Driver:
