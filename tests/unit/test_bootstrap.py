@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SHIM = """#!/bin/bash
 for found in $(type -aP python3.12); do [ "$found" = "$0" ] || exec "$found" "$@"; done
@@ -80,7 +81,6 @@ def with_free_disk(checkout: Path, free_gb: int) -> dict[str, str]:
     return {"PATH": f"{df.parent}:{os.environ['PATH']}"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the torch of this machine is kept, so nothing fails")
 def test_a_set_up_that_has_failed_starts_again_and_an_update_does_not(checkout: Path) -> None:
     environment, kind = with_free_disk(checkout, 8), checkout / ".venv" / "kind"

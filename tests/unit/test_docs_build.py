@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MISSING = [name for name in ("mkdocs", "material") if importlib.util.find_spec(name) is None]
 
+pytestmark = pytest.mark.slow
 needs_mkdocs = pytest.mark.skipif(
     bool(MISSING), reason=f"the documentation needs {' and '.join(MISSING)}: pip install mkdocs mkdocs-material"
 )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 SUBPACKAGES = ("kernels", "integrations.megatron", "ops", "nodes", "symmetric", "tools.doctor", "tools.slurm")
 STRANGERS = {"kernels", "integrations", "recipes", "tests", "launch", "benchmarks", "docs"}

@@ -15,6 +15,7 @@ import pytest
 from all_messages import SOURCES, page_of
 from raised_messages import SILENT, Message, messages_of, messages_under
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 OTHERS = "## Messages of other programs"  # from here on the page quotes what is not in our Python sources
