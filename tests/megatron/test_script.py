@@ -20,7 +20,7 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enabling, graphing
 from overlap_train.integrations.megatron import launcher as script
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
-from overlap_train.integrations.megatron.hooks import ScriptHooks, without_makefile
+from overlap_train.integrations.megatron.hooks import ScriptHooks
 from overlap_train.integrations.megatron.linears import LinearOverlap
 from overlap_train.integrations.megatron.packed import cut_of
 from tests.script_server import ScriptServer
@@ -287,33 +287,6 @@ def test_without_our_flag_the_training_module_is_left_alone_and_the_parser_knows
     parser = module.add_megatron_arguments(argparse.ArgumentParser())
     assert parser.parse_args(["--overlap-train"]).overlap_train
     hooks.finish()  # nothing was asked for, so nothing is missing
-
-
-def test_a_spec_function_is_called_where_megatron_opens_specs():
-    module = ModuleType("megatron.core.transformer.transformer_block")
-    module._get_block_submodules = lambda config, spec, vp_stage=None, pp_rank=None: (spec, vp_stage, pp_rank)
-    ScriptHooks(None).by_module()[module.__name__](module)
-    get = module._get_block_submodules
-    assert get("config", lambda config, vp_stage=None: (config, vp_stage), 1, 2) == (("config", 1), 1, 2)
-    assert get("config", lambda config: config) == ("config", None, None)
-    assert get("config", "spec", vp_stage=3) == ("spec", 3, None)
-
-
-def test_helpers_are_compiled_only_where_there_is_a_makefile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = tmp_path / "helpers_case.py"
-    source.write_text("CALLS = []\ndef compile_helpers():\n    CALLS.append(1)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import helpers_case
-
-    hooked = without_makefile(helpers_case.compile_helpers)
-    hooked()  # the installed wheel has the compiled module
-    assert helpers_case.CALLS == []
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)
-    with pytest.raises(RuntimeError, match="neither a Makefile nor a helpers_cpp"):
-        hooked()
-    (tmp_path / "Makefile").touch()
-    hooked()
-    assert helpers_case.CALLS == [1]
 
 
 FULL = "megatron.core.full_cuda_graph"

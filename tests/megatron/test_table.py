@@ -136,23 +136,6 @@ def test_one_table_however_the_step_runs(
     assert {row[2] for row in rows} <= calls and len({row[0] for row in rows}) == len(rows)
 
 
-def one_kind(slots: tuple[str, ...], frozen: bool) -> str:
-    """Column linears only, or row linears only, which all overlap or all fall back."""
-    model = gpt(replace(OVERLAPPED, overlap=OverlapConfig(slots=slots)))
-    for linear in overlapped_linears(model):
-        linear.requires_grad_(not frozen)
-    return first_step(model)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("slots", [("qkv", "fc1", "output"), ("proj", "fc2")], ids=["column", "row"])
-def test_every_kind_of_linear_leads_to_the_table(workers: Workers, slots: tuple[str, ...], frozen: bool) -> None:
-    table, nothing = workers.call(one_kind, slots, frozen)
-    ours = 0 if frozen else len(slots) * 2 - ("output" in slots)
-    assert nothing == "" and table.startswith(f"overlap_train: {ours} of 9 linears run our operators\nlinear ")
-    assert table.count("frozen weight 1" if frozen else "overlapped 1") == len(slots)
-
-
 def never_trained() -> list[str]:
     """Evaluation only: no gradient arrives, and the launcher asks for the table at the end."""
     model = gpt(OVERLAPPED).eval()

@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train import OverlapMismatchError
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
@@ -139,30 +138,3 @@ def test_the_sum_is_that_of_rank_order_to_the_bit(dtype: torch.dtype, columns: i
         return check
 
     assert_passes(build, range(1))
-
-
-def mismatched(second: str) -> Build:
-    """Rank 1 is in another call."""
-
-    def build(scheduler: Scheduler) -> Callable[[], None]:
-        told: list[str] = []
-
-        def host(domain: SimulatedDomain) -> None:
-            tag, own = tag_of(second if domain.rank else "fc1", "16 rows"), torch.ones(TILE, TILE)
-            with pytest.raises(OverlapMismatchError) as error, domain.operator(tag, 1):
-                core(CALLS).gather(domain, tag, own, sm_margin=0)
-            told.append(str(error.value))
-
-        Simulation(2).spawn_hosts(scheduler, host)
-
-        def check() -> None:
-            assert len(told) == 2
-            assert any("rank 0 is in fc1 [16 rows], but rank 1 is in a call that this rank has not" in t for t in told)
-
-        return check
-
-    return build
-
-
-def test_another_call_of_a_peer_is_named_on_both_ranks() -> None:
-    assert_passes(mismatched("fc2"), range(3), spin=True)

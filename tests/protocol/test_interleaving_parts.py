@@ -95,30 +95,3 @@ def test_parts_pass(method: str, ranks: int, seeds: int, backward: bool) -> None
 def test_parts_pass_on_streams(one_queue: bool) -> None:
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue)), range(8))
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue), backward=True), range(3))
-
-
-def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of rank 0, in its first pass."""
-    order: list[str] = []
-    engine = core("ops.table").IN_NODE[core("schedule.kinds").Kind.A2A_GEMM][method]
-
-    def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(receiver: Any, *args: Any) -> Any:
-            result = plain(receiver, *args)
-            if receiver._domain.rank == 0:
-                order.append(what)
-            return result
-
-        return call
-
-    for name, what in (("__init__", "sent"), ("matmul", "multiplied")):
-        monkeypatch.setattr(engine, name, noted(what, getattr(engine, name)))
-    assert_passes(passes(method, Simulation(2)), range(1))
-    return order[: 2 * PARTS]
-
-
-def test_the_next_part_leaves_before_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But of `direct`, whose product sends."""
-    ahead = ["sent", *["sent", "multiplied"] * (PARTS - 1), "multiplied"]
-    assert _order("chunked", monkeypatch) == ahead
-    assert _order("direct", monkeypatch) == ["sent", "multiplied"] * PARTS
