@@ -174,15 +174,6 @@ def test_calls_are_counted_by_path_and_reason(workers: Workers) -> None:
         assert {row.reason for row in freed} == {"symmetric memory has been freed (overlap_train.shutdown)"}
 
 
-def test_linears_of_the_method_collective_are_counted_apart() -> None:
-    rows = [LinearReport("fc1", "fc1", "F", "D", "W", "collective", (), 3, (("evaluation mode", 1),))]
-    rows += [replace(rows[0], method=method) for method in ("fused", "collective / chunked", "in turn", "megatron")]
-    ours = ["not overlapped 3, evaluation mode 1", *["overlapped 3, evaluation mode 1"] * 4]
-    assert [row.calls for row in rows] == ours
-    summary = Report((*rows, MEGATRON)).heading
-    assert summary == "overlap_train: 5 of 6 linears run our operators, 1 of them not overlapped (collective)"
-
-
 def test_like_linears_share_a_row() -> None:
     """Layers that differ in nothing, and local experts, of which a layer may have 64."""
     layers = [
@@ -217,15 +208,3 @@ def test_a_long_reason_goes_on_in_the_next_line() -> None:
         assert " ".join(lines) == reason and max(map(len, (row, *more))) <= width
         assert {line.index("all-to-all") for line in (row, *more)} == {row.index("all-to-all")}
         assert cells(last) == [name, "megatron", "overlapped 8"] and last == last.rstrip()
-
-
-def test_passes_are_said_once_and_of_each_linear_where_a_slot_has_several() -> None:
-    def row(name: str, slot: str | None, fprop: str) -> LinearReport:
-        return LinearReport(name, slot, fprop, "D", "-" if fprop == "-" else "W", "fused", ())
-
-    same = row("layers.0.qkv", "qkv", "F"), row("layers.1.fc1", "fc1", "F"), row("layers.0.fc1", "fc1", "-")
-    rule, *passes = str(Report((*same, row("experts", None, "-")))).splitlines()[-2:]
-    assert set(rule) == {"-"} and passes == ["qkv, fc1: fprop F; dgrad D; wgrad W"]
-    *_, first, second = str(Report((*same, row("layers.2.qkv", "qkv", "G")))).splitlines()
-    assert first == "layers.0.qkv, fc1: fprop F; dgrad D; wgrad W"
-    assert second == "layers.2.qkv: fprop G; dgrad D; wgrad W"

@@ -104,22 +104,14 @@ def to_rows(
     columns: int = TILE,
     before: Before | None = None,
     complete: bool = False,
-    ordered: bool = False,
 ) -> Build:
     """Calls of all_to_all(x [W * TILE, TILE] of each rank, two chunks a block) @ b [W * TILE, columns] of this rank.
 
     complete: all of x is waited for instead of a product, as for the weight gradient beside a frozen input.
-    ordered: in fp32 the sums are right only in the order own block, rank-1's, rank-2's (three ranks).
     """
     world = machine.world_size
     x, b = integers(calls, world, world * TILE, TILE, seed=7), integers(world, world * TILE, columns, seed=8)
-    if ordered:
-        x, b = torch.zeros_like(x), torch.ones_like(b)
-        for rank in range(world):
-            of_target = [(2.0**24, -(2.0**24), 1.0)[(target - rank) % world] for target in range(world)]
-            x[:, rank, :, 0] = torch.tensor(of_target).repeat_interleave(TILE)
     received = x.unflatten(2, (world, TILE)).permute(0, 2, 3, 1, 4).flatten(3)  # [calls, to, TILE, W * TILE]
-    expected = torch.ones(calls, world, TILE, columns) if ordered else received @ b
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "ALL_TO_ALL_LINEAR").fprop
@@ -129,9 +121,9 @@ def to_rows(
             return receiver.received_view().transpose(0, 1).flatten(1) @ mine
         y = receiver.matmul(mine, own.new_empty(TILE, columns))
         again = receiver.received_view().transpose(0, 1).flatten(1) @ mine  # as the weight gradient reads it
-        return y if ordered else y.where(y == again, torch.nan)
+        return y.where(y == again, torch.nan)
 
-    return _calls(machine, run, x, b, expected, before)
+    return _calls(machine, run, x, b, received @ b, before)
 
 
 def _calls(
