@@ -1,6 +1,6 @@
 """`overlap-train launch`, train.sbatch and compare.sbatch on a real Slurm of two nodes (cluster.py), ranks on CPUs.
 
-A job that trains on two nodes, is requeued and resumes: test_slurm_nodes.py.
+What jobs do with a stand-in for a recipe. One that trains on two nodes, is requeued and resumes: test_slurm_nodes.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +16,9 @@ import pytest
 
 from overlap_train import cli
 from tests.launch.cluster import Cluster, missing, running, until
-from tests.recipes import recipe_runs
 
 ROOT = Path(__file__).parents[2]
 STANDIN = Path(__file__).with_name("standin.py")
-SMALL = [word for pair in recipe_runs.SMALL.items() for word in pair]
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
 
@@ -75,18 +72,6 @@ class Launch:
     def said(self) -> dict[str, dict]:
         """What ranks of the stand-in wrote down, by file name."""
         return {file.stem: json.loads(file.read_text()) for file in self.run_dir.glob("rank*.json")}
-
-
-def test_two_overlapped_steps_are_trained_on_one_node(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--overlap-train", "--train-iters", 2, "--lr-warmup-iters", 1]
-    number = launch("train", "--procs-per-node", 2, "--", *flags)
-    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
-    assert re.search(r"^\[rank 0\] +iteration +2/ +2 ", launch.output(number), re.MULTILINE), launch.output(number)
-    logs = launch.logs(number)
-    assert logs.keys() == {(0, 0), (0, 1)}
-    assert "lm loss" in logs[0, 0]
-    assert "saved checkpoint" in logs[0, 0]
-    assert (launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def test_a_job_without_progress_is_not_requeued_and_its_ranks_are_told_to_end(launch: Launch) -> None:
@@ -156,15 +141,6 @@ def test_a_comparison_gets_its_arguments_and_no_checkpoints(launch: Launch) -> N
     assert said["arguments"] == ["--steps", "3"]
     assert said["RUN_DIR"] == str(launch.run_dir)
     assert launch.cluster.job(number)["Requeue"] == "0"
-
-
-def test_the_file_itself_can_be_submitted(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"RUN_DIR": launch.run_dir, "PYTHON": sys.executable, "PROCS_PER_NODE": 1, "RECIPE": STANDIN}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, str(value))
-    number = submit_plainly(launch, "launch/train.sbatch", str(launch.run_dir), "ok")
-    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
-    assert launch.said()["rank0-restart0"]["arguments"] == ["--save", str(launch.run_dir / "checkpoints")]
 
 
 @pytest.mark.parametrize("name", ["RUN_DIR", "PROCS_PER_NODE"])

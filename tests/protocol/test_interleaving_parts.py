@@ -17,10 +17,9 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation
 from tests.protocol.simulated_streams import StreamSimulation
-
-PARTS = 5  # more than there are slots
+from tests.protocol.test_interleaving_pulls import PARTS, linear_of
 
 
 class Packed:
@@ -72,17 +71,10 @@ def passes(method: str, machine: Simulation, backward: bool = False) -> Build:
 def _one_pass(
     domain: SimulatedDomain, method: str, x: Packed, rows: torch.Tensor, w: torch.Tensor, backward: bool
 ) -> list[torch.Tensor]:
-    exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
-    spec = "LINEAR_ALL_TO_ALL" if backward else "ALL_TO_ALL_LINEAR"
-    operand = rows[:TILE] if backward else rows.new_empty(domain.world_size * TILE, TILE)
-    weight = w if backward else w.t()
-    planned = plan_book.Planned(domain, domain.plan(method, operand, weight, spec, main_grad="off"))
-    places = [(first, first + TILE) for first in range(0, PARTS * TILE, TILE)]
-    of_call = tuple(parts.Part(*place, planned.linear("linear")) for place in places)
-    linear = exchange.Linear(of_call, weight, weight, None, 1)
     if backward:
-        return list(linear.heads_backward(rows, x, True))
-    return [linear.to_rows(x, False)[0]]
+        return list(linear_of(domain, method, "LINEAR_ALL_TO_ALL", rows[:TILE], w).heads_backward(rows, x, True))
+    received = rows.new_empty(domain.world_size * TILE, TILE)
+    return [linear_of(domain, method, "ALL_TO_ALL_LINEAR", received, w.t()).to_rows(x, False)[0]]
 
 
 @pytest.mark.parametrize("backward", [False, True])

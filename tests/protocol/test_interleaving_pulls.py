@@ -62,13 +62,16 @@ def _one_pass(
     y = torch.full((domain.world_size * PARTS * TILE, TILE), torch.nan)
     into = core("ulysses.rows").RankRows(y, domain.world_size, 1)
     if backward:
-        _linear(domain, method, "ALL_TO_ALL_LINEAR", y[: domain.world_size * TILE], w.t()).rows_backward(None, x, into)
+        linear_of(domain, method, "ALL_TO_ALL_LINEAR", y[: domain.world_size * TILE], w.t()).rows_backward(
+            None, x, into
+        )
     else:
-        _linear(domain, method, "LINEAR_ALL_TO_ALL", x[:TILE], w).to_heads(x, into)
+        linear_of(domain, method, "LINEAR_ALL_TO_ALL", x[:TILE], w).to_heads(x, into)
     return y.view(domain.world_size, PARTS * TILE, TILE)
 
 
-def _linear(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
+def linear_of(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
+    """The linear of PARTS parts of TILE positions each. of_part: what one multiplies, or receives."""
     exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
     planned = plan_book.Planned(domain, domain.plan(method, of_part, w, spec, main_grad="off"))
     of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
@@ -83,7 +86,7 @@ def there_and_back(machine: Simulation) -> Build:
 
     def run(domain: SimulatedDomain, number: int) -> torch.Tensor:
         y = _one_pass(domain, "chunked", x[number, domain.rank], w)
-        back = _linear(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
+        back = linear_of(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
         rows = core("ulysses.rows").RankRows(y.flatten(0, 1), world, 1)
         return back.to_rows(rows, False)[0]
 
