@@ -1,4 +1,4 @@
-"""What a rank of sixteen nodes of eight remembers from call to call, how often it waits, and what memory it takes.
+"""What a rank of sixteen nodes of eight remembers from call to call.
 
 Nothing runs: the rank enqueues its calls, in which nothing arrives.
 """
@@ -37,8 +37,7 @@ OPERATORS = {
 Run = Callable[[], object]
 
 
-@pytest.fixture
-def domain() -> SimulatedDomain:
+def a_domain() -> SimulatedDomain:
     machine = NodeSimulation(WORLD, node_ranks=LOCAL, chunks=CHUNKS)
     layout = Layout(WORLD, WORLD * ROWS * ROWS * 4)
     machine.memory[RANK] = Memory()
@@ -70,10 +69,9 @@ def a_call(domain: SimulatedDomain, operator: str, method: str) -> Run:
     return run
 
 
-@pytest.fixture
-def made(domain: SimulatedDomain, monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
-    """What was packed, and the transfers whose way was worked out: how often."""
-    times, route = Counter[Hashable](), NodeCall._route
+def test_later_calls_pack_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they work out the way of a transfer again. Operators of all kinds, which share the calls of a slot."""
+    domain, times, route = a_domain(), Counter[Hashable](), NodeCall._route
 
     def pack(cache: Any, launcher: Any, key: Hashable, values: tuple[int, ...], launch: Launch) -> None:
         times[key] += 1
@@ -86,18 +84,13 @@ def made(domain: SimulatedDomain, monkeypatch: pytest.MonkeyPatch) -> Counter[Ha
     monkeypatch.setattr(LaunchCache, "_run_and_pack", pack)
     monkeypatch.setattr(NodeCall, "_route", counted)
     domain.workspace._waits.launcher = object()
-    return times
-
-
-def test_later_calls_pack_nothing_again(domain: SimulatedDomain, made: Counter[Hashable]) -> None:
-    """Operators of all kinds, which share the calls of a slot: what the slots remember serves all of them."""
     calls = [a_call(domain, operator, method) for operator in OPERATORS for method in METHODS]
     for _ in range(SLOTS):
         for call in calls:
             call()
-    assert made.total() > 2 * 256, "more than a small group needs"
-    made.clear()
+    assert times.total() > 2 * 256, "more than a small group needs"
+    times.clear()
     for _ in range(2 * SLOTS):
         for call in calls:
             call()
-    assert not made, made.most_common(3)
+    assert not times, times.most_common(3)
