@@ -66,10 +66,6 @@ def test_rows_that_cannot_lie_so_say_why(layout: SequenceLayout, rows: int, erro
     assert said is not None and said.startswith("qkv: ") and error in said
 
 
-def test_equal_parts_need_no_chunks() -> None:
-    assert SequenceLayout().error(13, 4, "qkv") is None
-
-
 def test_ranks_hold_as_many_rows_as_lengths_say() -> None:
     layout = SequenceLayout(lengths=(3, 0, 1, 4))
     assert layout.error(8, 4, "qkv") is None
