@@ -41,7 +41,8 @@ test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k na
 test-other: ## the suite's fast part on the other Python and Megatron-Core
 	$(bootstrap) other
 	@if [ ! -x .venv-other/bin/python ]; then echo "make test-other: skipped, see the line above"; else \
-	  $(subst $(python),.venv-other/bin/python,$(pytest) $(in_pairs)) tests/unit tests/megatron tests/recipes -m "not slow" $(TEST_ARGS); fi
+	  $(subst $(python),.venv-other/bin/python,$(pytest) $(in_pairs)) tests/unit tests/megatron tests/recipes/test_pretrain.py \
+	  --ignore-glob="tests/unit/test_bench_*" -m "not slow" $(TEST_ARGS); fi
 
 mutants: ## change FILE in every way that cosmic-ray knows, and print what TESTS do not notice (FILE=... TESTS="tests/...")
 	$(bootstrap) main

@@ -68,6 +68,17 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+def failed_checks(checks: dict[str, Callable[[], object]]) -> dict[str, str]:
+    """The tracebacks of those that raise, by name: of many checks that share processes which took long to start."""
+    failed = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except BaseException:
+            failed[name] = traceback.format_exc()
+    return failed
+
+
 def _collect(
     receivers: list[Connection], processes: list[BaseProcess], limit_s: float, grace_s: float
 ) -> list[Outcome]:
@@ -93,7 +104,8 @@ def _is_stopped(process: BaseProcess) -> bool:
     return False
 
 
-def _enter(rank: int, world: int, port: int, pipe: Connection, work: bytes, environment: dict[str, str]) -> None:
+def join(rank: int, world: int, port: int, environment: dict[str, str]) -> None:
+    """Make this fresh process a rank with that environment."""
     os.environ.clear()
     os.environ.update(environment)
     from tests import preloaded
@@ -104,8 +116,12 @@ def _enter(rank: int, world: int, port: int, pipe: Connection, work: bytes, envi
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+
+
+def _enter(rank: int, world: int, port: int, pipe: Connection, work: bytes, environment: dict[str, str]) -> None:
+    join(rank, world, port, environment)
     try:
         body, args = pickle.loads(work)
         pipe.send((body(rank, world, *args), None))

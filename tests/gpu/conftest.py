@@ -14,13 +14,10 @@ import torch.distributed as dist
 
 import overlap_train
 from overlap_train import OverlapConfig
-from overlap_train.ops import launch as hopper
-from overlap_train.ops import launch as kernel_args
+from overlap_train.ops import launch
 from overlap_train.ops.launch import multiprocessors
 from overlap_train.tools.measure.world import pretend_nodes
 from tests.linear_cases import Case
-
-COUNTING = (kernel_args, hopper)  # modules that ask how many SMs there are
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -93,8 +90,7 @@ def room_for_copies() -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for module in COUNTING:
-            patch.setattr(module, "multiprocessors", lambda device: multiprocessors(device) - 8)
+        patch.setattr(launch, "multiprocessors", lambda device: multiprocessors(device) - 8)
         yield
 
 

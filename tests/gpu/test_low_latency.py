@@ -45,23 +45,6 @@ def memory_for(case: Case, received: int) -> OverlapDomain:
     return domain
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 7, 128])
-def test_sums_are_those_of_rank_order_to_the_bit(few: Case, dtype: torch.dtype, rows: int) -> None:
-    world, columns, tag = few.world, 1023, Tag("sum", f"{rows} {dtype}")
-    partials = torch.randn(world, world * rows, columns, generator=torch.Generator().manual_seed(rows))
-    partials = partials.to(few.device, dtype)
-    domain = memory_for(few, partials[0].nbytes)
-    mine = partials[:, few.rank * rows : (few.rank + 1) * rows].float()
-    total = mine[few.rank].clone()
-    for source in range(world):
-        total = total if source == few.rank else total + mine[source]
-    for _ in range(5):
-        with domain.operator(tag, 1):
-            y = low_latency.scatter(domain, tag, partials[few.rank], sm_margin=0)
-        assert torch.equal(y, total.to(dtype))
-
-
 def test_a_thousand_calls_of_ranks_that_are_not_in_step(few: Case) -> None:
     """New numbers and another length each time; now and then one rank is a millisecond late."""
     domain, most = memory_for(few, few.world * 96 * 1024 * 2), 96

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,19 +12,12 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 
 from overlap_train import all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
-from overlap_train.group.memory import Request, prepare
 from overlap_train.group.registry import domain_of
-from overlap_train.group.signals import Tag, epoch_of
+from overlap_train.group.signals import epoch_of
 from overlap_train.group.slots import Call
 from overlap_train.ops.launch import multiprocessors
-from overlap_train.ops.plan import EnginePlan, make_plan
-from overlap_train.ops.spec import ALL_GATHER_LINEAR
-from overlap_train.ops.table import start_ag_gemm, start_gemm_rs
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Topology
-from overlap_train.schedule.transfers import transfers_of
 from overlap_train.select.choose import choose
-from overlap_train.select.method import Method
 from overlap_train.select.passes import Pass
 from overlap_train.select.table import UNTUNED
 from overlap_train.select.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
@@ -146,51 +140,6 @@ def _random(case: Case, *shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(case.device, case.dtype)
 
 
-SPLIT = [Method("fused", whole, True, barrier) for whole in (False, True) for barrier in (False, True)]
-
-
-@pytest.mark.parametrize("variant", SPLIT, ids=str)
-def test_a_split_reduction_is_exact(case: Case, variant: Method) -> None:
-    """Of a column's backward, after the gather of x and before its weight gradient, several times with other numbers."""
-    if case.config.method != "fused":
-        pytest.skip("the others have nothing to split, or always do")
-    w, domain = case.world, domain_of(case.group, case.config, case.device)
-    wgrad_tag, dgrad_tag = (Tag(f"{variant}/{part}", "test") for part in ("wgrad", "dgrad"))
-    prepare(domain, Request("test", "dx and x", 2048 * w * 4096 * case.dtype.itemsize), None, "split")
-    chunk_counts = set()
-    # the last in two chunks of 8 MiB, twice in the same slots
-    for seed, (rows, n) in enumerate(((128, 768), (256, 768), (1024, 768), (2048, 4096), (2048, 4096), (2048, 4096))):
-        dy, weight = case.integers(rows * w, 128 * w, seed=seed), case.integers(128 * w, n, seed=10 + seed)
-        x = case.integers(rows * w, n, seed=20 + seed)
-        own_dy, own_weight = (
-            part.to(case.dtype) for part in (dy.chunk(w, 1)[case.rank], weight.chunk(w, 0)[case.rank])
-        )
-        own_x = x.chunk(w, 0)[case.rank].to(case.dtype)
-        wgrad, dgrad = split_plans(case, own_x, own_weight, variant)
-        chunk_counts.add(dgrad.chunks)
-        poison(case)
-        with domain.operator(dgrad_tag, 2, variant.barrier_first):
-            gather = start_ag_gemm(domain, wgrad, wgrad_tag, own_x)
-            scatter = start_gemm_rs(domain, dgrad, dgrad_tag, own_dy, own_weight)
-            gathered = gather.gathered_view().clone()
-            dx = scatter.finish()
-        assert torch.equal(gathered.double(), x)
-        assert torch.equal(dx.double(), (dy @ weight).chunk(w, 0)[case.rank])
-    assert chunk_counts == ({1} if variant.whole else {1, 2})
-    calls = [slot.calls.get(key) for slot in domain.workspace.slots for key in slot.calls]
-    assert any(key[0] == "reduce" for call in calls for key in call.launches._packed), "the second kernel ran"
-
-
-def split_plans(case: Case, x: torch.Tensor, w: torch.Tensor, variant: Method) -> tuple[EnginePlan, EnginePlan]:
-    """How x is gathered again, and dgrad with a split reduction."""
-    topology = Topology(1, case.world, case.rank)
-    plan = make_plan(ALL_GATHER_LINEAR, case.config, UNTUNED, topology, x, w)
-    chunks = 1 if variant.whole else chunk_count(x.shape[0], x.shape[1] * x.element_size(), True)
-    route = transfers_of(Kind.GEMM_RS, topology, chunks, tiled=True)
-    assert plan.wgrad is not None
-    return plan.wgrad, replace(plan.dgrad, variant=variant, chunks=chunks, transfers=route)
-
-
 def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:
     if case.config.method == "collective":
         pytest.skip("NCCL rounds each partial sum to bf16; the bound is about our reduction")
@@ -208,32 +157,45 @@ def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:
     assert bool(((y.double() - exact).abs() <= bound).all())
 
 
-def test_the_same_bits_on_every_run(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("there", "back"), [(linear_reduce_scatter, all_gather_linear), (linear_all_to_all, all_to_all_linear)]
+)
+def test_the_same_bits_on_every_run(
+    case: Case, there: Callable[..., torch.Tensor], back: Callable[..., torch.Tensor]
+) -> None:
     x = _random(case, 1024 * case.world, 1024, seed=case.rank).requires_grad_()
-    weight = _random(case, 768, 1024, seed=10 + case.rank).requires_grad_()
+    weight = _random(case, 256 * case.world, 1024, seed=10).requires_grad_()
     runs = []
     for _ in range(5):
         x.grad = weight.grad = None
-        y = linear_reduce_scatter(x, weight, group=case.group, config=case.config)
-        z = all_gather_linear(y, weight.t().contiguous(), group=case.group, config=case.config)
+        y = there(x, weight, group=case.group, config=case.config)
+        z = back(y, weight.t(), group=case.group, config=case.config)
         z.square().sum().backward()
         runs.append([y.detach().clone(), z.detach().clone(), x.grad, weight.grad])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
-def test_the_same_bits_of_all_to_alls_on_every_run(case: Case) -> None:
-    x = _random(case, 1024, 1024, seed=case.rank).requires_grad_()
-    weight = _random(case, 512 * case.world, 1024, seed=10).requires_grad_()
-    runs = []
-    for _ in range(5):
-        x.grad = weight.grad = None
-        y = linear_all_to_all(x, weight, group=case.group, config=case.config)
-        z = all_to_all_linear(y, weight.t(), group=case.group, config=case.config)
-        z.square().sum().backward()
-        runs.append([y.detach().clone(), z.detach().clone(), x.grad, weight.grad])
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+@pytest.mark.parametrize("operator", [all_gather_linear, linear_reduce_scatter, linear_all_to_all, all_to_all_linear])
+def test_operands_anywhere_in_memory(case: Case, operator: Callable[..., torch.Tensor]) -> None:
+    """Of one shape: each in turn on 16 bytes, or an element beside them. A launch that was packed for the one would not serve the
+    other: vectors of 16 bytes cannot be loaded from there."""
+    rows, k = 128 * case.world, 192
+    features = k * case.world if operator is all_to_all_linear else k
+    x, w = case.integers(rows, k, seed=case.rank), case.integers(64 * case.world, features, seed=9)
+
+    def placed(whole: torch.Tensor, first: int) -> torch.Tensor:
+        memory = torch.zeros(whole.numel() + 1, device=case.device, dtype=case.dtype)
+        return memory[first:][: whole.numel()].view(whole.shape).copy_(whole).requires_grad_()
+
+    def outcome(x_first: int, w_first: int) -> tuple[torch.Tensor, ...]:
+        operands = placed(x, x_first), placed(w, w_first)
+        y = operator(*operands, group=case.group, config=case.config)
+        return y.detach(), *torch.autograd.grad(y, operands, torch.ones_like(y))
+
+    expected = outcome(0, 0)
+    for places in ((1, 0), (0, 1), (1, 1), (0, 0)):
+        assert all(torch.equal(a, b) for a, b in zip(outcome(*places), expected, strict=True))
 
 
 def test_layouts_freezing_microbatches_and_recomputation(case: Case) -> None:
@@ -263,20 +225,8 @@ def test_layouts_freezing_microbatches_and_recomputation(case: Case) -> None:
 
 
 def test_main_grad_accumulates_in_fp32(case: Case) -> None:
-    """Neither the product, 257, nor its sum with 1/1024 is a number of bf16."""
-    x = torch.ones(4, 64, device=case.device, dtype=case.dtype)
-    w = torch.nn.Parameter(torch.ones(32, 64, device=case.device, dtype=case.dtype))
-    w.main_grad = torch.full((32, 64), 2.0**-10, device=case.device)
-    y = all_gather_linear(x, w, group=case.group, config=case.config)
-    dy = torch.zeros_like(y)
-    dy[0], dy[-1] = 256.0, 1.0
-    y.backward(dy)
-    assert w.grad is None
-    assert bool((w.main_grad == 257 + 2.0**-10).all())
-
-
-def test_main_grad_accumulates_in_fp32_block_by_block(case: Case) -> None:
-    """Of rows of the weight, as dy comes, and of its columns, as x comes."""
+    """Of rows of the weight, as dy comes, and of its columns, as x comes. Neither the product, 257, nor its sum with 1/1024 is a
+    number of bf16."""
     size = 32 * case.world
     w = torch.nn.Parameter(torch.ones(size, size, device=case.device, dtype=case.dtype))
     w.main_grad = torch.full((size, size), 2.0**-10, device=case.device)

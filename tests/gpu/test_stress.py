@@ -92,18 +92,6 @@ def test_one_slow_rank(case: Case) -> None:
     finish(layer)
 
 
-def test_two_models_and_two_streams_in_one_process(case: Case) -> None:
-    first, second = Layer(case, seed=4), Layer(case, seed=5, k=256, n_shard=384)
-    other = torch.cuda.Stream(case.device)
-    other.wait_stream(torch.cuda.current_stream())
-    for number in range(20):
-        first.step(number)
-        with torch.cuda.stream(other):
-            second.step(number)
-    torch.cuda.current_stream().wait_stream(other)
-    finish(first, second)
-
-
 def test_growing_shapes_reallocate_the_heap(case: Case) -> None:
     for size in (64, 640, 1280):
         for _ in range(2):  # so that slots are used again

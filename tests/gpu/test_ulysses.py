@@ -23,37 +23,10 @@ from overlap_train import (
     qkv_all_to_all,
 )
 from overlap_train.tools.bench.attention import core_attention, rotated, split
-from overlap_train.ulysses.attention_layout import HeadNorm, Heads, pack, pack_by_kernel, unpack, unpack_by_kernel
+from overlap_train.ulysses.attention_layout import HeadNorm, pack, unpack
 from tests.linear_cases import OPERATORS, Case, cut_into
 
 HIDDEN, QUERY, DIM = 1024, 8, 128
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("heads", [AttentionHeads(8, 2, 128), AttentionHeads(3, 3, 96)], ids=str)
-def test_heads_are_taken_out_and_put_back_as_on_the_cpu(
-    device: torch.device, heads: AttentionHeads, interleaved: bool
-) -> None:
-    s, b = 256, 2
-    rows = SequenceLayout("zigzag").rows_of_ranks(s, 4, torch.device("cpu")).flatten()
-    turn = Rotary(torch.randn(s, 64), torch.randn(s, 64), interleaved)
-    on_gpu = Rotary(turn.cos.to(device), turn.sin.to(device), interleaved)
-    packed, bias = torch.randn(s, b, heads.features).bfloat16(), torch.randn(heads.features).bfloat16()
-
-    def empty(where: torch.device) -> Heads:
-        counts = (heads.query, heads.kv, heads.kv)
-        q, k, v = (torch.empty(s, b, count, heads.dim, dtype=torch.bfloat16, device=where) for count in counts)
-        return q, k, v
-
-    expected, actual = empty(torch.device("cpu")), empty(device)
-    unpack(packed, None, rows, expected, turn)
-    unpack_by_kernel(packed.to(device), None, rows.to(device), actual, on_gpu)
-    for ours, right in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours.cpu(), right)
-    q, k, v = (part.to(device) for part in expected)
-    torch.testing.assert_close(pack_by_kernel((q, k, v), rows.to(device), on_gpu).cpu(), pack(expected, rows, turn))
-    unpack_by_kernel(packed.to(device), bias.to(device), rows.to(device), actual, None)
-    torch.testing.assert_close(pack_by_kernel(actual, rows.to(device), None).cpu(), packed + bias)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

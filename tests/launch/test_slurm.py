@@ -1,4 +1,7 @@
-"""`overlap-train launch`, train.sbatch and compare.sbatch on a real Slurm of two nodes (cluster.py), ranks on CPUs."""
+"""`overlap-train launch`, train.sbatch and compare.sbatch on a real Slurm of two nodes (cluster.py), ranks on CPUs.
+
+What jobs do with a stand-in for a recipe. One that trains on two nodes, is requeued and resumes: test_slurm_nodes.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +16,9 @@ import pytest
 
 from overlap_train import cli
 from tests.launch.cluster import Cluster, missing, running, until
-from tests.recipes import recipe_runs
 
 ROOT = Path(__file__).parents[2]
 STANDIN = Path(__file__).with_name("standin.py")
-SMALL = [word for pair in recipe_runs.SMALL.items() for word in pair]
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
 
@@ -72,46 +72,6 @@ class Launch:
     def said(self) -> dict[str, dict]:
         """What ranks of the stand-in wrote down, by file name."""
         return {file.stem: json.loads(file.read_text()) for file in self.run_dir.glob("rank*.json")}
-
-
-def test_two_overlapped_steps_are_trained_on_one_node(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--overlap-train", "--train-iters", 2, "--lr-warmup-iters", 1]
-    number = launch("train", "--procs-per-node", 2, "--", *flags)
-    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
-    assert re.search(r"^\[rank 0\] +iteration +2/ +2 ", launch.output(number), re.MULTILINE), launch.output(number)
-    logs = launch.logs(number)
-    assert logs.keys() == {(0, 0), (0, 1)}
-    assert "lm loss" in logs[0, 0]
-    assert "saved checkpoint" in logs[0, 0]
-    assert (launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
-
-
-def test_two_nodes_train_together(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--tp", 1, "--train-iters", 2, "--lr-warmup-iters", 1]
-    number = launch("train", "--nodes", 2, "--procs-per-node", 1, "--", *flags)
-    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
-    logs = launch.logs(number)
-    assert logs.keys() == {(0, 0), (1, 0)}
-    assert any("data parallel 2" in text and "iteration        2/" in text for text in logs.values()), logs
-
-
-def test_a_requeued_job_resumes_from_its_newest_checkpoint(launch: Launch, tmp_path: Path) -> None:
-    flags = [*SMALL, "--train-iters", 10**6, "--save-interval", 2]
-    number = launch("train", "--procs-per-node", 1, "--", *flags)
-    tracker = launch.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
-    until(tracker.exists, 120, "a checkpoint")
-    launch.cluster.command("scancel", "--batch", "--signal=USR1", number)  # what Slurm does before the time limit
-    until(lambda: "requeued: the next start" in launch.output(number), 100, "a requeue")
-    until(lambda: "resumed from checkpoint" in launch.logs(number, "1.0").get((0, 0), ""), 120, "a resumed run")
-    assert launch.cluster.job(number)["Restarts"] == "1"
-    resumed = int(re.findall(r"resumed from checkpoint \S+iter_(\d+)", launch.logs(number, "1.0")[0, 0])[0])
-    assert resumed >= 2
-    until(
-        lambda: f"iteration {resumed + 1:8d}/" in launch.logs(number, "1.0")[0, 0], 60, "the step after the checkpoint"
-    )
-    assert "iteration        1/" not in launch.logs(number, "1.0")[0, 0]
-    launch.cluster.command("scancel", number)
-    assert launch.cluster.wait(number) == "CANCELLED"
 
 
 def test_a_job_without_progress_is_not_requeued_and_its_ranks_are_told_to_end(launch: Launch) -> None:
@@ -183,16 +143,7 @@ def test_a_comparison_gets_its_arguments_and_no_checkpoints(launch: Launch) -> N
     assert launch.cluster.job(number)["Requeue"] == "0"
 
 
-def test_the_file_itself_can_be_submitted(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"RUN_DIR": launch.run_dir, "PYTHON": sys.executable, "PROCS_PER_NODE": 1, "RECIPE": STANDIN}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, str(value))
-    number = submit_plainly(launch, "launch/train.sbatch", str(launch.run_dir), "ok")
-    assert launch.cluster.wait(number) == "COMPLETED", launch.output(number)
-    assert launch.said()["rank0-restart0"]["arguments"] == ["--save", str(launch.run_dir / "checkpoints")]
-
-
-@pytest.mark.parametrize("name", ["RUN_DIR", "PYTHON", "PROCS_PER_NODE"])
+@pytest.mark.parametrize("name", ["RUN_DIR", "PROCS_PER_NODE"])
 def test_a_site_value_that_is_not_set_is_explained(launch: Launch, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for given in {"RUN_DIR", "PYTHON", "PROCS_PER_NODE"} - {name}:
         monkeypatch.setenv(given, str(launch.run_dir))

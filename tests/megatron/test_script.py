@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,9 +20,10 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enabling, graphing
 from overlap_train.integrations.megatron import launcher as script
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention
-from overlap_train.integrations.megatron.hooks import ScriptHooks, without_makefile
+from overlap_train.integrations.megatron.hooks import ScriptHooks
 from overlap_train.integrations.megatron.linears import LinearOverlap
 from overlap_train.integrations.megatron.packed import cut_of
+from tests.script_server import ScriptServer
 
 OVERLAP = OverlapConfig(method="chunked")
 TRAINING = "megatron.training.training"
@@ -39,30 +38,26 @@ def user_script(tmp_path: Path) -> Path:
     return tmp_path / "user.py"
 
 
-def launch(*words: object, cwd: Path | None = None, rank: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "overlap_train.integrations.megatron", *map(str, words)]
-    env = {**os.environ, "RANK": str(rank)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=env)
+LAUNCHER = ("-m", "overlap_train.integrations.megatron")
 
 
-def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path: Path):
-    ended = launch(user_script, "--lr", "1", "--", "-x", cwd=tmp_path.parent)
-    assert ended.returncode == 0, ended.stderr
+def test_a_script_sees_what_it_would_see_without_us(user_script: Path, tmp_path: Path, script_server: ScriptServer):
+    status, said = script_server.run(*LAUNCHER, str(user_script), *["--lr", "1", "--", "-x"], folder=tmp_path, world=1)
     folder = user_script.resolve().parent
     expected = f"NAME __main__ ARGV ['--lr', '1', '--', '-x'] PATH {folder} FILE {user_script}\n"
-    assert ended.stdout == expected
+    assert status == 0 and said == expected
 
 
-def test_only_rank_0_prints_the_help():
-    first, second = launch("--help"), launch("--help", rank=1)
-    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    assert "--overlap-train-method" in first.stdout and second.stdout == ""
+def test_only_rank_0_prints_the_help(tmp_path: Path, script_server: ScriptServer):
+    status, said = script_server.run(*LAUNCHER, "--help", folder=tmp_path)
+    assert status == 0 and said.count("usage: ") == 1 and "--overlap-train-method" in said
 
 
-def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(user_script: Path):
-    ended = launch(user_script, "--overlap-train")
-    assert ended.returncode == 1
-    assert "no model was built by megatron.training's setup_model_and_optimizer" in ended.stderr
+def test_a_script_that_builds_no_model_with_megatron_is_told_so_at_its_end(
+    user_script: Path, tmp_path: Path, script_server: ScriptServer
+):
+    status, said = script_server.run(*LAUNCHER, str(user_script), "--overlap-train", folder=tmp_path, world=1)
+    assert status == 1 and "no model was built by megatron.training's setup_model_and_optimizer" in said
 
 
 @pytest.mark.parametrize(
@@ -292,33 +287,6 @@ def test_without_our_flag_the_training_module_is_left_alone_and_the_parser_knows
     parser = module.add_megatron_arguments(argparse.ArgumentParser())
     assert parser.parse_args(["--overlap-train"]).overlap_train
     hooks.finish()  # nothing was asked for, so nothing is missing
-
-
-def test_a_spec_function_is_called_where_megatron_opens_specs():
-    module = ModuleType("megatron.core.transformer.transformer_block")
-    module._get_block_submodules = lambda config, spec, vp_stage=None, pp_rank=None: (spec, vp_stage, pp_rank)
-    ScriptHooks(None).by_module()[module.__name__](module)
-    get = module._get_block_submodules
-    assert get("config", lambda config, vp_stage=None: (config, vp_stage), 1, 2) == (("config", 1), 1, 2)
-    assert get("config", lambda config: config) == ("config", None, None)
-    assert get("config", "spec", vp_stage=3) == ("spec", 3, None)
-
-
-def test_helpers_are_compiled_only_where_there_is_a_makefile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    source = tmp_path / "helpers_case.py"
-    source.write_text("CALLS = []\ndef compile_helpers():\n    CALLS.append(1)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import helpers_case
-
-    hooked = without_makefile(helpers_case.compile_helpers)
-    hooked()  # the installed wheel has the compiled module
-    assert helpers_case.CALLS == []
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.helpers_cpp", None)
-    with pytest.raises(RuntimeError, match="neither a Makefile nor a helpers_cpp"):
-        hooked()
-    (tmp_path / "Makefile").touch()
-    hooked()
-    assert helpers_case.CALLS == [1]
 
 
 FULL = "megatron.core.full_cuda_graph"

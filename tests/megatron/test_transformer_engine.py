@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
-
 import pytest
 
 from tests.megatron import te_stand_in
-from tests.processes import run_ranks, values
+from tests.processes import failed_checks, run_ranks, values
 
 NAMES = (
     "training_with_overlap_is_training_without",
@@ -37,10 +35,4 @@ def everything(rank: int, world: int) -> dict[str, str]:
     te_stand_in.install()
     from tests.megatron import te_models
 
-    failed = {}
-    for name in NAMES:
-        try:
-            getattr(te_models, name)()
-        except BaseException:
-            failed[name] = traceback.format_exc()
-    return failed
+    return failed_checks({name: getattr(te_models, name) for name in NAMES})

@@ -5,7 +5,6 @@ Over tensor parallelism and Ulysses a sequence as short as here stays whole. In 
 
 from __future__ import annotations
 
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from overlap_train.integrations.megatron import report
 from overlap_train.ulysses import two_groups as two_group_calls
 from tests.megatron import layout, models, ulysses
 from tests.megatron.ulysses import Run
-from tests.processes import run_ranks, values
+from tests.processes import failed_checks, run_ranks, values
 
 STEPS = 5  # of two micro-batches
 LAYOUTS = {"ulysses 4": (1, 4), "tp 2 x ulysses 2": (2, 2), "tp 2 x ulysses 2 in parts": (2, 2)}
@@ -47,12 +46,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, str]:
     checks = {name: partial(trains_as_one_rank, expected, folder, name) for name in LAYOUTS}
     others = the_group_may_change_with_the_call, the_table_is_there_before_anything_is_exchanged
     checks |= {name: partial(check, rank) for name, check in zip(OTHERS, others, strict=True)}
-    failed = {}
-    for name, check in checks.items():
-        try:
-            check()
-        except BaseException:
-            failed[name] = traceback.format_exc()
+    failed = failed_checks(checks)
     layout.leave()
     return failed
 

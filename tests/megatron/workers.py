@@ -14,14 +14,14 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.processes import join
 
 WORLD = 2
 _START_LIMIT_S = 200.0  # two imports of torch and Megatron-Core, where other tests run beside them
@@ -124,14 +124,7 @@ def _end_children(ranks: list[mp.Process]) -> None:
 
 
 def _serve(rank: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    from tests import preloaded
-
-    preloaded.load_for_this_environment()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    join(rank, WORLD, port, environment)
     from tests.megatron.layout import leave, prepare
 
     prepare()

@@ -6,7 +6,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,7 @@ from overlap_train import (
     OverlapConfig,
     OverlapTimeoutError,
     all_gather_linear,
-    all_to_all_linear,
     check,
-    linear_all_to_all,
     linear_reduce_scatter,
 )
 from overlap_train.group.registry import made_domain
@@ -84,17 +82,14 @@ def test_nodes_of_unequal_size_are_refused_by_name(network: Network, tmp_path: P
     assert all("unequal numbers of its ranks: ranks 0-1, ranks 2; start as many on each node" in text for text in told)
 
 
-def _until_it_fails(
-    rank: int, world: int, folder: Path, operators: tuple[Callable[..., torch.Tensor], ...]
-) -> tuple[str, float]:
+def _until_it_fails(rank: int, world: int, folder: Path) -> tuple[str, float]:
     """Steps until a wait gives up: what it says, and how long the last step took."""
-    first, second = operators
     options = dict(group=dist.group.WORLD, config=OverlapConfig(timeout_s=TIMEOUT_S))
     x, w = torch.ones(64, 256, requires_grad=True), torch.ones(256, 256, requires_grad=True)
     for step in range(10_000):
         begin = time.monotonic()
         try:
-            second(first(x, w, **options), w, **options).sum().backward()
+            linear_reduce_scatter(all_gather_linear(x, w, **options), w, **options).sum().backward()
         except OverlapTimeoutError as error:
             with pytest.raises(OverlapTimeoutError):
                 check()  # and it stays raised
@@ -103,17 +98,10 @@ def _until_it_fails(
     return "no error", 0.0
 
 
-@pytest.mark.parametrize(
-    "operators",
-    [(all_gather_linear, linear_reduce_scatter), (linear_all_to_all, all_to_all_linear)],
-    ids=["tensor parallel", "ulysses"],
-)
-def test_a_cut_wire_is_named_by_every_rank(
-    operators: tuple[Callable[..., torch.Tensor], ...], network: Network, tmp_path: Path
-) -> None:
+def test_a_cut_wire_is_named_by_every_rank(network: Network, tmp_path: Path) -> None:
     for node in range(2):
         network.throttle(node, "20mbit")  # a step sends 128 KB each way, or more: it is nearly always under way
-    with started(network, tmp_path, (2, 2), _until_it_fails, tmp_path, operators) as ranks:
+    with started(network, tmp_path, (2, 2), _until_it_fails, tmp_path) as ranks:
         _wait_for_steps(tmp_path, 3)
         network.cut(1)
         told = values(ranks.outcomes(limit_s=40 * TIMEOUT_S))

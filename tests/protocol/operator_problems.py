@@ -78,20 +78,15 @@ def to_heads(
     columns: int = TILE,
     before: Before | None = None,
     rows: int = TILE,
-    in_place: bool = False,
 ) -> Build:
-    """Calls of all_to_all(a [rows, TILE] @ b [TILE, W * columns], two chunks a block); a, b differ by rank.
-
-    in_place: what is received goes where the caller wants it, and not to who reads the slot.
-    """
+    """Calls of all_to_all(a [rows, TILE] @ b [TILE, W * columns], two chunks a block); a, b differ by rank."""
     world = machine.world_size
     a, b = integers(calls, world, rows, TILE, seed=5), integers(world, TILE, world * columns, seed=6)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "LINEAR_ALL_TO_ALL").fprop
-        start = core("ops.table").start_gemm_a2a
-        into = own.new_empty(world, rows, columns) if in_place else None
-        return start(domain, plan, planned_tag(domain, "to_heads"), own, mine, into).received().flatten(0, 1).clone()
+        exchange = core("ops.table").start_gemm_a2a(domain, plan, planned_tag(domain, "to_heads"), own, mine)
+        return exchange.received().flatten(0, 1).clone()
 
     sent = (a @ b).unflatten(3, (world, columns))  # [calls, from, rows, to, columns]
     return _calls(machine, run, a, b, sent.permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), before)
@@ -103,35 +98,21 @@ def to_rows(
     calls: int = CALLS,
     columns: int = TILE,
     before: Before | None = None,
-    complete: bool = False,
-    ordered: bool = False,
 ) -> Build:
-    """Calls of all_to_all(x [W * TILE, TILE] of each rank, two chunks a block) @ b [W * TILE, columns] of this rank.
-
-    complete: all of x is waited for instead of a product, as for the weight gradient beside a frozen input.
-    ordered: in fp32 the sums are right only in the order own block, rank-1's, rank-2's (three ranks).
-    """
+    """Calls of all_to_all(x [W * TILE, TILE] of each rank, two chunks a block) @ b [W * TILE, columns] of this rank."""
     world = machine.world_size
     x, b = integers(calls, world, world * TILE, TILE, seed=7), integers(world, world * TILE, columns, seed=8)
-    if ordered:
-        x, b = torch.zeros_like(x), torch.ones_like(b)
-        for rank in range(world):
-            of_target = [(2.0**24, -(2.0**24), 1.0)[(target - rank) % world] for target in range(world)]
-            x[:, rank, :, 0] = torch.tensor(of_target).repeat_interleave(TILE)
     received = x.unflatten(2, (world, TILE)).permute(0, 2, 3, 1, 4).flatten(3)  # [calls, to, TILE, W * TILE]
-    expected = torch.ones(calls, world, TILE, columns) if ordered else received @ b
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "ALL_TO_ALL_LINEAR").fprop
         sent = own.unflatten(0, (world, -1))
         receiver = core("ops.table").start_a2a_gemm(domain, plan, planned_tag(domain, "to_rows"), sent)
-        if complete:
-            return receiver.received_view().transpose(0, 1).flatten(1) @ mine
         y = receiver.matmul(mine, own.new_empty(TILE, columns))
         again = receiver.received_view().transpose(0, 1).flatten(1) @ mine  # as the weight gradient reads it
-        return y if ordered else y.where(y == again, torch.nan)
+        return y.where(y == again, torch.nan)
 
-    return _calls(machine, run, x, b, expected, before)
+    return _calls(machine, run, x, b, received @ b, before)
 
 
 def _calls(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 
@@ -41,20 +40,3 @@ def test_calls_behind_barriers_may_use_one_slot_again_and_again(operator: str, m
 @pytest.mark.parametrize("operator", PROBLEMS)
 def test_without_barriers_they_may_not(operator: str) -> None:
     assert_caught(PROBLEMS[operator]("chunked", Simulation(3, device_waits=True), before=forgetful), range(60))
-
-
-def test_capturing_leaves_the_use_of_slots_as_it_was() -> None:
-    """What is captured has not run, so that eager calls before the first replay must not count on its barriers."""
-    free: list[tuple[str, list[int]]] = []
-
-    def capture(domain: SimulatedDomain) -> None:
-        domain.workspace.use.take()
-        with (
-            mock.patch.object(core("group.registry"), "made_domain", return_value=domain),
-            core("group.registry").graphed(None),
-        ):
-            free.append(("inside", [*domain.workspace.use.free]))
-        free.append(("behind", [*domain.workspace.use.free]))
-
-    assert_passes(gathers("chunked", Simulation(2), calls=1, before=capture), range(1))
-    assert sorted(free) == [("behind", [1, 2])] * 2 + [("inside", [0, 1, 2])] * 2

@@ -5,7 +5,7 @@ A persistent kernel takes the tiles whose chunks are here, leaves, and goes on i
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,8 +22,6 @@ from tests.protocol.simulated_ranks import TILE, SimulatedDomain
 from tests.protocol.test_interleaving_node_exchanges import exchanged_backward
 from tests.protocol.test_interleaving_nodes import METHODS, PROBLEMS, backward, started
 from tests.protocol.test_interleaving_parts import passes
-
-KERNELS = {"gather": "kernels.all_gather_gemm", "to_rows": "kernels.all_to_all_gemm"}
 
 
 def without_room(build: Build) -> Build:
@@ -74,37 +72,6 @@ def test_parts_of_a_long_sequence_pass(backward: bool) -> None:
     assert_passes(without_room(passes("fused", machine, backward)), range(1))
 
 
-@pytest.mark.parametrize("operator", KERNELS)
-def test_each_launch_takes_what_has_come(operator: str) -> None:
-    """Of four chunks each; the first of a gather has the own node's. That none takes more than has come, `without_room` shows."""
-    machine, claimed = NodeSimulation(2, chunks=4), defaultdict[int, list[int]](list)
-
-    def build(scheduler: Scheduler) -> Any:
-        slots, launch = {}, scheduler.launch
-
-        def recorded(name: str, *what: Any) -> None:
-            rank = scheduler.running_actor().rank
-            launch(name, *what)
-            if "gemm" in name:
-                claimed[rank].append(max(int(slot.counters.claimed) for slot in slots[rank]))
-
-        def host(domain: SimulatedDomain) -> None:
-            slots[domain.rank] = domain.workspace.slots
-            with domain.operator(tag_of("call"), slots=1):
-                started(domain, operator, integers(2 * TILE, TILE, seed=1), "fused")()
-
-        claimed.clear()
-        scheduler.patch(scheduler, "launch", recorded)
-        machine.spawn_hosts(scheduler, host)
-        return lambda: None
-
-    for seed in range(4):
-        run_seed(build, seed)
-        least = [4, 5, 6, 7, 8] if operator == "gather" else [1, 2, 3, 4]
-        for tiles in claimed.values():
-            assert all(taken >= expected for taken, expected in zip(tiles, least, strict=True)), tiles
-
-
 LAUNCHES = {"gather": 1 + 2, "to_rows": 2}  # of the own node's rows, and of each of two chunks
 
 
@@ -139,7 +106,7 @@ def with_a_late_exchange(machine: NodeSimulation, operator: str) -> tuple[Build,
     return build, y
 
 
-@pytest.mark.parametrize("operator", KERNELS)
+@pytest.mark.parametrize("operator", LAUNCHES)
 def test_what_a_wait_has_given_up_is_nan(operator: str) -> None:
     """The last launch does not leave: it takes the tiles whose chunks have not come."""
     build, y = with_a_late_exchange(NodeSimulation(2, timeout_s=3e-7), operator)

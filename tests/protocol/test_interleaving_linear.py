@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train.schedule.kinds import Kind
 from overlap_train.select.method import Method
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
@@ -168,17 +166,3 @@ def test_so_does_a_reduction_behind_the_weight_gradient() -> None:
         mlp("fused", Simulation(2, device_waits=True), variant=Method("fused", split_reduction=True)), range(4)
     )
     assert_passes(mlp("fused", Simulation(2), variant=Method("fused", whole=True, split_reduction=True)), range(4))
-
-
-GATHER = "ops.ag_gemm"
-
-
-@pytest.mark.parametrize(
-    "variant", [Method("fused", split_reduction=True), Method("fused")], ids=["ends before", "outlasts"]
-)
-def test_own_rows_are_copied_beside_a_kernel_that_outlasts_the_pushes(variant: Method) -> None:
-    """A kernel that waits for no partials ends before its pushes, and a copy behind them would hold the weight gradient."""
-    engine, kept = core("ops.ag_gemm").ChunkedAllGatherGemm, []
-    with mock.patch.object(engine, "keep_own", lambda gather, beside: kept.append((beside.kind, beside.hides_copies))):
-        assert_passes(mlp("fused", Simulation(2), variant=variant), range(1))
-    assert set(kept) == {(Kind.AG_GEMM, True), (Kind.GEMM_RS, not variant.split_reduction)}

@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("greenlet")
 
-from overlap_train import OverlapMismatchError
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
@@ -139,36 +138,3 @@ def test_the_sum_is_that_of_rank_order_to_the_bit(dtype: torch.dtype, columns: i
         return check
 
     assert_passes(build, range(1))
-
-
-def mismatched(second: str) -> Build:
-    """Rank 1 is in another call."""
-
-    def build(scheduler: Scheduler) -> Callable[[], None]:
-        told: list[str] = []
-
-        def host(domain: SimulatedDomain) -> None:
-            tag, own = tag_of(second if domain.rank else "fc1", "16 rows"), torch.ones(TILE, TILE)
-            with pytest.raises(OverlapMismatchError) as error, domain.operator(tag, 1):
-                core(CALLS).gather(domain, tag, own, sm_margin=0)
-            told.append(str(error.value))
-
-        Simulation(2).spawn_hosts(scheduler, host)
-
-        def check() -> None:
-            assert len(told) == 2
-            assert any("rank 0 is in fc1 [16 rows], but rank 1 is in a call that this rank has not" in t for t in told)
-
-        return check
-
-    return build
-
-
-def test_another_call_of_a_peer_is_named_on_both_ranks() -> None:
-    assert_passes(mismatched("fc2"), range(3), spin=True)
-
-
-def test_what_stands_for_missing_words_is_nan_in_every_dtype() -> None:
-    """That it is stored: test_interleaving_shared_slot.py."""
-    missing = torch.tensor([-1], dtype=torch.int32)
-    assert all(missing.view(dtype).isnan().all() for dtype in (torch.float32, torch.float16, torch.bfloat16))

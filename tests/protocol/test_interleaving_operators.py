@@ -47,11 +47,6 @@ def test_what_is_gathered_can_be_multiplied_twice(method: str) -> None:
     assert_passes(gathers(method, Simulation(2), again=True), range(4))
 
 
-@pytest.mark.parametrize("method", ["chunked", "fused", "direct"])
-def test_blocks_are_added_in_the_order_of_the_schedule(method: str) -> None:
-    assert_passes(to_rows(method, Simulation(3), ordered=True), range(2))
-
-
 @pytest.mark.parametrize(("method", "device_waits"), [("fused", False), ("chunked", True), ("chunked", False)])
 @every_problem
 def test_stopped_peer_is_named(problem: Problem, method: str, device_waits: bool) -> None:

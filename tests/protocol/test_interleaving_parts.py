@@ -17,10 +17,9 @@ pytest.importorskip("greenlet")
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import integers
-from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation
 from tests.protocol.simulated_streams import StreamSimulation
-
-PARTS = 5  # more than there are slots
+from tests.protocol.test_interleaving_pulls import PARTS, linear_of
 
 
 class Packed:
@@ -72,17 +71,10 @@ def passes(method: str, machine: Simulation, backward: bool = False) -> Build:
 def _one_pass(
     domain: SimulatedDomain, method: str, x: Packed, rows: torch.Tensor, w: torch.Tensor, backward: bool
 ) -> list[torch.Tensor]:
-    exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
-    spec = "LINEAR_ALL_TO_ALL" if backward else "ALL_TO_ALL_LINEAR"
-    operand = rows[:TILE] if backward else rows.new_empty(domain.world_size * TILE, TILE)
-    weight = w if backward else w.t()
-    planned = plan_book.Planned(domain, domain.plan(method, operand, weight, spec, main_grad="off"))
-    places = [(first, first + TILE) for first in range(0, PARTS * TILE, TILE)]
-    of_call = tuple(parts.Part(*place, planned.linear("linear")) for place in places)
-    linear = exchange.Linear(of_call, weight, weight, None, 1)
     if backward:
-        return list(linear.heads_backward(rows, x, True))
-    return [linear.to_rows(x, False)[0]]
+        return list(linear_of(domain, method, "LINEAR_ALL_TO_ALL", rows[:TILE], w).heads_backward(rows, x, True))
+    received = rows.new_empty(domain.world_size * TILE, TILE)
+    return [linear_of(domain, method, "ALL_TO_ALL_LINEAR", received, w.t()).to_rows(x, False)[0]]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -95,30 +87,3 @@ def test_parts_pass(method: str, ranks: int, seeds: int, backward: bool) -> None
 def test_parts_pass_on_streams(one_queue: bool) -> None:
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue)), range(8))
     assert_passes(passes("chunked", StreamSimulation(2, one_queue=one_queue), backward=True), range(3))
-
-
-def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of rank 0, in its first pass."""
-    order: list[str] = []
-    engine = core("ops.table").IN_NODE[core("schedule.kinds").Kind.A2A_GEMM][method]
-
-    def noted(what: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(receiver: Any, *args: Any) -> Any:
-            result = plain(receiver, *args)
-            if receiver._domain.rank == 0:
-                order.append(what)
-            return result
-
-        return call
-
-    for name, what in (("__init__", "sent"), ("matmul", "multiplied")):
-        monkeypatch.setattr(engine, name, noted(what, getattr(engine, name)))
-    assert_passes(passes(method, Simulation(2)), range(1))
-    return order[: 2 * PARTS]
-
-
-def test_the_next_part_leaves_before_one_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But of `direct`, whose product sends."""
-    ahead = ["sent", *["sent", "multiplied"] * (PARTS - 1), "multiplied"]
-    assert _order("chunked", monkeypatch) == ahead
-    assert _order("direct", monkeypatch) == ["sent", "multiplied"] * PARTS

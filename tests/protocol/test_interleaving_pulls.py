@@ -5,7 +5,6 @@ from."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,28 +21,15 @@ from tests.protocol.simulated_streams import StreamSimulation
 PASSES, PARTS = 2, 5  # more parts than there are slots
 
 
-class Taken:
-    """Rows that have no place of their own: each part is made of what it has received."""
-
-    def __init__(self, x: torch.Tensor, world_size: int, batch: int) -> None:
-        self.x = x.view(world_size, -1, x.shape[-1])
-
-    def place(self, part: Any) -> None:
-        return None
-
-    def take(self, part: Any, received: torch.Tensor) -> None:
-        self.x[:, part.first : part.last] = received
-
-
-def to_heads(method: str, machine: Simulation, rows: Any = None, backward: bool = False) -> Build:
-    """y [W, PARTS * TILE, TILE] of each rank: its columns of x @ w.T, block s of rank s. rows: default RankRows. backward: as the
-    input gradient of to_rows."""
+def to_heads(method: str, machine: Simulation, backward: bool = False) -> Build:
+    """y [W, PARTS * TILE, TILE] of each rank: its columns of x @ w.T, block s of rank s. backward: as the input gradient of
+    to_rows."""
     world = machine.world_size
     x, w = integers(PASSES, world, PARTS * TILE, TILE, seed=1), integers(world * TILE, TILE, seed=2)
     expected = (x @ w.t()).unflatten(-1, (world, TILE)).permute(0, 3, 1, 2, 4)  # [pass, to, from, rows, TILE]
 
     def run(domain: SimulatedDomain, number: int) -> torch.Tensor:
-        return _one_pass(domain, method, x[number, domain.rank], w, rows, backward)
+        return _one_pass(domain, method, x[number, domain.rank], w, backward)
 
     return _passes(machine, run, expected)
 
@@ -71,18 +57,21 @@ def _passes(machine: Simulation, run: Callable[[SimulatedDomain, int], torch.Ten
 
 
 def _one_pass(
-    domain: SimulatedDomain, method: str, x: torch.Tensor, w: torch.Tensor, rows: Any = None, backward: bool = False
+    domain: SimulatedDomain, method: str, x: torch.Tensor, w: torch.Tensor, backward: bool = False
 ) -> torch.Tensor:
     y = torch.full((domain.world_size * PARTS * TILE, TILE), torch.nan)
-    into = (rows or core("ulysses.exchange").RankRows)(y, domain.world_size, 1)
+    into = core("ulysses.exchange").RankRows(y, domain.world_size, 1)
     if backward:
-        _linear(domain, method, "ALL_TO_ALL_LINEAR", y[: domain.world_size * TILE], w.t()).rows_backward(None, x, into)
+        linear_of(domain, method, "ALL_TO_ALL_LINEAR", y[: domain.world_size * TILE], w.t()).rows_backward(
+            None, x, into
+        )
     else:
-        _linear(domain, method, "LINEAR_ALL_TO_ALL", x[:TILE], w).to_heads(x, into)
+        linear_of(domain, method, "LINEAR_ALL_TO_ALL", x[:TILE], w).to_heads(x, into)
     return y.view(domain.world_size, PARTS * TILE, TILE)
 
 
-def _linear(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
+def linear_of(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
+    """The linear of PARTS parts of TILE positions each. of_part: what one multiplies, or receives."""
     exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
     planned = plan_book.Planned(domain, domain.plan(method, of_part, w, spec, main_grad="off"))
     of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
@@ -97,7 +86,7 @@ def there_and_back(machine: Simulation) -> Build:
 
     def run(domain: SimulatedDomain, number: int) -> torch.Tensor:
         y = _one_pass(domain, "chunked", x[number, domain.rank], w)
-        back = _linear(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
+        back = linear_of(domain, "chunked", "ALL_TO_ALL_LINEAR", y.flatten(0, 1)[: world * TILE], v)
         rows = core("ulysses.exchange").RankRows(y.flatten(0, 1), world, 1)
         return back.to_rows(rows, False)[0]
 
@@ -126,7 +115,7 @@ def test_parts_pass_on_streams(one_queue: bool) -> None:
     assert_passes(to_heads("chunked", StreamSimulation(2, one_queue=one_queue)), range(8))
 
 
-def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> list[str]:
+def _order(method: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What rank 0 does in its first pass: products that begin, of parts that are pulled or not, and operators that end."""
     order: list[str] = []
     step, bracket = core("ulysses.parts").Step, core("group.domain").OperatorScope
@@ -145,21 +134,12 @@ def _order(method: str, monkeypatch: pytest.MonkeyPatch, rows: Any = None) -> li
     with monkeypatch.context() as noting:
         noting.setattr(step, "start", noted(lambda self: "pulled" if self.is_pulled else "pushed", step.start))
         noting.setattr(bracket, "__exit__", noted(lambda self: "end", bracket.__exit__))
-        assert_passes(to_heads(method, Simulation(2, device_waits=True), rows), range(1))
+        assert_passes(to_heads(method, Simulation(2, device_waits=True)), range(1))
     return order[: 2 * PARTS]
 
 
-def test_which_parts_are_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last, where copies send and what arrives has its place."""
-    assert [part for part in _order("chunked", monkeypatch) if part != "end"] == ["pulled"] * (PARTS - 1) + ["pushed"]
-    assert _order("direct", monkeypatch) == _order("chunked", monkeypatch, Taken) == ["pushed", "end"] * PARTS
-    plan_of: Any = SimulatedDomain.plan
-    for nodes in (1, 2):
-        group = SimpleNamespace(world_size=2, rank=0, topology=core("schedule.order").Topology(nodes, 2 // nodes, 0))
-        plan = plan_of(group, "fused", torch.empty(TILE, TILE), torch.empty(2 * TILE, TILE), "LINEAR_ALL_TO_ALL")
-        assert plan.fprop.may_pull == (nodes == 1)
-
-
-def test_the_next_product_begins_before_one_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_parts_but_the_last_are_pulled_and_the_next_product_begins_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But of `direct`, whose product sends."""
     order = _order("chunked", monkeypatch)
     assert order == ["pulled", *["pulled", "end"] * (PARTS - 2), "pushed", "end", "end"]
+    assert _order("direct", monkeypatch) == ["pushed", "end"] * PARTS

@@ -1,4 +1,4 @@
-"""What a rank of sixteen nodes of eight remembers from call to call, how often it waits, and what memory it takes.
+"""What a rank of sixteen nodes of eight remembers from call to call.
 
 Nothing runs: the rank enqueues its calls, in which nothing arrives.
 """
@@ -16,7 +16,6 @@ pytest.importorskip("greenlet")
 
 from overlap_train.gpu.launch import Launch, LaunchCache
 from overlap_train.group.slots import Layout
-from overlap_train.nodes.ops import InterNodeGemmReduceScatter
 from overlap_train.nodes.slots import NodeCall
 from overlap_train.ops import table as start
 from tests.protocol.interleaving import Scheduler
@@ -38,8 +37,7 @@ OPERATORS = {
 Run = Callable[[], object]
 
 
-@pytest.fixture
-def domain() -> SimulatedDomain:
+def a_domain() -> SimulatedDomain:
     machine = NodeSimulation(WORLD, node_ranks=LOCAL, chunks=CHUNKS)
     layout = Layout(WORLD, WORLD * ROWS * ROWS * 4)
     machine.memory[RANK] = Memory()
@@ -71,10 +69,9 @@ def a_call(domain: SimulatedDomain, operator: str, method: str) -> Run:
     return run
 
 
-@pytest.fixture
-def made(domain: SimulatedDomain, monkeypatch: pytest.MonkeyPatch) -> Counter[Hashable]:
-    """What was packed, and the transfers whose way was worked out: how often."""
-    times, route = Counter[Hashable](), NodeCall._route
+def test_later_calls_pack_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they work out the way of a transfer again. Operators of all kinds, which share the calls of a slot."""
+    domain, times, route = a_domain(), Counter[Hashable](), NodeCall._route
 
     def pack(cache: Any, launcher: Any, key: Hashable, values: tuple[int, ...], launch: Launch) -> None:
         times[key] += 1
@@ -87,44 +84,13 @@ def made(domain: SimulatedDomain, monkeypatch: pytest.MonkeyPatch) -> Counter[Ha
     monkeypatch.setattr(LaunchCache, "_run_and_pack", pack)
     monkeypatch.setattr(NodeCall, "_route", counted)
     domain.workspace._waits.launcher = object()
-    return times
-
-
-def test_later_calls_pack_nothing_again(domain: SimulatedDomain, made: Counter[Hashable]) -> None:
-    """Operators of all kinds, which share the calls of a slot: what the slots remember serves all of them."""
     calls = [a_call(domain, operator, method) for operator in OPERATORS for method in METHODS]
     for _ in range(SLOTS):
         for call in calls:
             call()
-    assert made.total() > 2 * 256, "more than a small group needs"
-    made.clear()
+    assert times.total() > 2 * 256, "more than a small group needs"
+    times.clear()
     for _ in range(2 * SLOTS):
         for call in calls:
             call()
-    assert not made, made.most_common(3)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_scatter_waits_twice_for_each_chunk_of_a_far_node(
-    method: str, domain: SimulatedDomain, made: Counter[Hashable]
-) -> None:
-    """For the ranks before this one and behind it; in the end once for its node, and for each rail peer."""
-    a_call(domain, "scatter", method)()
-    waits = [key for key in made if isinstance(key, tuple) and str(key[0]).startswith("wait")]
-    assert len(waits) == 2 * CHUNKS * (NODES - 1) + 1 + (NODES - 1)
-
-
-def test_sums_take_a_block_for_each_far_node(
-    domain: SimulatedDomain, made: Counter[Hashable], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no two sums lie in one place: all may be under way."""
-    found, make = set[tuple[int, int]](), InterNodeGemmReduceScatter._make_sum
-
-    def kept(scatter: Any, rail_peer: int, chunk: int, total: torch.Tensor) -> None:
-        found.add((total.data_ptr(), total.untyped_storage().nbytes()))
-        make(scatter, rail_peer, chunk, total)
-
-    monkeypatch.setattr(InterNodeGemmReduceScatter, "_make_sum", kept)
-    a_call(domain, "scatter", "chunked")()
-    assert len(found) == (NODES - 1) * CHUNKS
-    assert {nbytes for _, nbytes in found} == {(NODES - 1) * ROWS * ROWS * 4}
+    assert not times, times.most_common(3)

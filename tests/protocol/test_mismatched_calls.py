@@ -143,13 +143,9 @@ def test_every_rank_raises_by_name(method: str, mistake: str, world: int) -> Non
     _check(method, mistake, world)
 
 
-KERNELS = [
-    (method, world, mistake)
-    for method in ("fused", "direct", "low_latency")
-    for world, mistakes in ((2, tuple(MISTAKES)), (4, ("swaps", "has another length")))
-    for mistake in mistakes
-    if (method, mistake) != ("low_latency", "calls the other all-to-all")
-]
+KERNELS = [("fused", 2, mistake) for mistake in MISTAKES]
+KERNELS += [(method, 2, mistake) for method in ("direct", "low_latency") for mistake in ("skips a layer", "swaps")]
+KERNELS += [(method, 4, "has another length") for method in ("direct", "low_latency")]
 
 
 @pytest.mark.parametrize(("method", "world", "mistake"), KERNELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,9 +24,10 @@ from overlap_train import (
     shutdown,
 )
 from overlap_train.group import span
+from overlap_train.group.registry import made_domain
 from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
 from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
-from overlap_train.symmetric import host
+from overlap_train.symmetric import host, nvshmem
 from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
@@ -124,6 +126,31 @@ def _backward_after_shutdown(rank: int, world: int) -> None:
             y.sum().backward()
 
 
+def _shutdown_in_an_operator(rank: int, world: int) -> None:
+    """In a signal handler, or in another thread: it is refused, and the operator goes on. Its copy engine would be gone."""
+    case, matmul, said = _case(), ChunkedAllGatherGemm.matmul, list[str]()
+
+    def end() -> None:
+        try:
+            shutdown()
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def ended_within(*arguments: Any) -> torch.Tensor:
+        end()
+        (thread := threading.Thread(target=end)).start()
+        thread.join()
+        return matmul(*arguments)
+
+    with mock.patch.object(ChunkedAllGatherGemm, "matmul", ended_within):
+        _exact(case)
+    assert len(said) >= 2 and all("an operator is under way" in text for text in said)
+    made_domain(case.group).heap.provider = "nvshmem"  # type: ignore[union-attr] # whose world then ends, too
+    with mock.patch.object(nvshmem, "finalize") as finalize:
+        shutdown()
+    assert finalize.call_count == 1
+
+
 def _inference_first(rank: int, world: int) -> None:
     """What a domain keeps is written to by training later."""
     case = _case()
@@ -219,7 +246,8 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        _after_memory_ran_out, _backward_after_shutdown, _inference_first, _inference_in_parts, _twice_differentiated, _autocast,
+        _after_memory_ran_out, _backward_after_shutdown, _shutdown_in_an_operator, _inference_first, _inference_in_parts,
+        _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients,
     ],
     ids=lambda body: body.__name__.strip("_"),

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapConfig, OverlapMismatchError, OverlapTimeoutError, all_gather_linear, shutdown
-from overlap_train.group.memory import Request, prepare
 from overlap_train.group.registry import domain_of
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
@@ -71,21 +70,6 @@ def _thousand_rows(rank: int, world: int, step: int) -> tuple[int, int]:
 def test_a_thousand_lengths_agree_once_a_bucket(step: int, agreements: int) -> None:
     """48 KB a rank, then up to twice as much: there are eight buckets between them, and no longest row needs more than one."""
     assert values(run_ranks(2, _thousand_rows, step)) == [(agreements, agreements + (step > 0))] * 2
-
-
-def _words_of_many_lengths(rank: int, world: int) -> int:
-    """How many heaps there are for words of 48 KB to 96 KB a slot."""
-    case = _case()
-    domain, heaps = domain_of(case.group, case.config, case.device), set()
-    for nbytes in range(48 << 10, 96 << 10, 1 << 10):
-        prepare(domain, Request("test", f"words of {nbytes} bytes", 0, nbytes), None, "test")
-        heaps.add(domain.layout.flagged_bytes)
-    return len(heaps)
-
-
-def test_words_with_flags_grow_in_buckets_too() -> None:
-    """What a GPU's low-latency kernels receive; the memory is the same on CPUs."""
-    assert values(run_ranks(2, _words_of_many_lengths)) == [9] * 2
 
 
 def _up_to_the_limit(rank: int, world: int) -> int:

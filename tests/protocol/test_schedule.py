@@ -12,7 +12,7 @@ from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology, sources, targets, tile_order
 from overlap_train.schedule.transfers import transfers_of
 
-SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (8, 8, 2)]
+SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (6, 8, 2)]
 NODES = [(2, 1, 2, 1), (2, 2, 1, 3), (2, 3, 2, 2), (3, 2, 2, 1)]  # nodes, ranks of each, chunks, tiles
 
 

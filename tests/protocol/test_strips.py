@@ -1,4 +1,5 @@
-"""Tiles of two strips of rows: each strip once, in the schedule's order, and of two chunks only at a chunk's border."""
+"""Tiles of two strips of rows, in the schedule's order, and of two chunks only at a chunk's border. (Each strip once, and of its
+rows and columns: tests/unit/test_hopper_rows.py.)"""
 
 from __future__ import annotations
 
@@ -13,82 +14,12 @@ from overlap_train.kernels.tiles import (
     gather_strip,
     scatter_pair,
     scatter_strip,
-    strip_in_run,
-    tile_in_groups,
     tile_in_run,
     tiles_in_run,
     tiles_in_scatter,
 )
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Strips, Topology, Unit, strip_order, units_in_run
-from tests.unit.hopper_model import python_of
-
-Strip = tuple[int, int]  # (unit, number in it)
-NAMES: dict[str, object] = {}
-for _function in (tile_in_groups, tiles_in_run, tile_in_run, strip_in_run):
-    NAMES[_function.fn.__name__] = python_of(_function, **NAMES)
-
-
-def tiles_of(strips: int, units: int, columns: int, group: int) -> list[tuple[Strip, Strip, int]]:
-    """(upper strip, lower strip, column) of each tile of a run, by the kernels' Python."""
-    in_run, strip = NAMES["tile_in_run"], NAMES["strip_in_run"]
-    tiles = (in_run(i, strips, units, columns, group) for i in range(NAMES["tiles_in_run"](strips, units, columns)))  # type: ignore[operator]
-    return [(strip(2 * pair, strips, units), strip(2 * pair + 1, strips, units), col) for pair, col in tiles]  # type: ignore[operator]
-
-
-RUNS = list(product((1, 2, 3, 4), (1, 2, 3), (1, 3), (1, 2)))  # strips, units, columns, group
-
-
-@pytest.mark.parametrize(("strips", "units", "columns", "group"), RUNS)
-def test_every_strip_is_computed_once(strips: int, units: int, columns: int, group: int) -> None:
-    tiles = tiles_of(strips, units, columns, group)
-    computed = sorted((*strip, col) for upper, lower, col in tiles for strip in (upper, lower))
-    beyond = [(units - 1, strips, col) for col in range(columns * (strips * units % 2))]  # at the end of the run
-    assert computed == sorted([*product(range(units), range(strips), range(columns)), *beyond])
-    for upper, lower, _ in tiles:
-        follows = (upper[0], upper[1] + 1) if upper[1] + 1 < strips or upper[0] == units - 1 else (upper[0] + 1, 0)
-        assert lower == follows, "one behind the other"
-
-
-@pytest.mark.parametrize(("strips", "units", "columns", "group"), RUNS)
-def test_a_unit_begins_with_the_tiles_that_cross_into_it(strips: int, units: int, columns: int, group: int) -> None:
-    """In all columns, one behind the other; then come groups of tile rows."""
-    tiles = tiles_of(strips, units, columns, group)
-    assert [lower[0] for _, lower, _ in tiles] == sorted(lower[0] for _, lower, _ in tiles), "unit by unit"
-    for unit in range(units):
-        mine = [tile for tile in tiles if tile[1][0] == unit]
-        if unit * strips % 2:
-            crossing = [((unit - 1, strips - 1), (unit, 0), col) for col in range(columns)]
-            assert mine[:columns] == crossing
-            mine = mine[columns:]
-        assert all(upper[0] == lower[0] for upper, lower, _ in mine)
-        rows = len(mine) // columns
-        expected = [
-            (row, col)
-            for first in range(0, rows, group)
-            for col in range(columns)
-            for row in range(first, min(first + group, rows))
-        ]
-        first_strip = unit * strips % 2
-        assert [((upper[1] - first_strip) // 2, col) for upper, _, col in mine] == expected
-
-
-@pytest.mark.parametrize(("strips", "units", "columns", "group"), [run for run in RUNS if run[0] % 2 == 0])
-def test_whole_tiles_are_those_of_a_chunk_in_their_old_order(strips: int, units: int, columns: int, group: int) -> None:
-    rows = strips // 2
-    expected = [
-        (unit, *NAMES["tile_in_groups"](index, rows, columns, group))  # type: ignore[operator]
-        for unit in range(units)
-        for index in range(rows * columns)
-    ]
-    tiles = tiles_of(strips, units, columns, group)
-    assert [(upper[0], upper[1] // 2, col) for upper, _, col in tiles] == expected
-    assert all((upper[0], upper[1] + 1) == lower for upper, lower, _ in tiles)
-
-
-def test_a_run_has_as_few_tiles_as_one_product() -> None:
-    """Two shards of 2050 rows, 4096 columns: four waves of 132, where tiles of each shard alone are 544."""
-    assert NAMES["tiles_in_run"](33, 2, 16) == 33 * 16 == 528  # type: ignore[operator]
 
 
 @triton.jit
@@ -136,7 +67,7 @@ SIZES = [
 def test_kernels_take_tiles_of_strips_in_the_schedules_order(
     nodes: int, world: int, chunks: int, strips: int, columns: int
 ) -> None:
-    """In Triton's own arithmetic; the other tests run its Python."""
+    """In Triton's own arithmetic."""
     rank, local = world - 2 if nodes > 1 else world - 1, world // nodes
     constants = dict(WORLD=world, LOCAL=local, CHUNKS=chunks)
 

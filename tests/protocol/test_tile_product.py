@@ -1,4 +1,4 @@
-"""One output tile: which one it is, where it lies, and that its product reads nothing but the operands."""
+"""The product of one output tile reads nothing but the operands."""
 
 from __future__ import annotations
 
@@ -7,18 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from overlap_train.kernels.tiles import tile_in_block, tile_offsets, tile_product
+from overlap_train.kernels.tiles import tile_offsets, tile_product
 
 BLOCK = 16
-
-
-@triton.jit
-def list_tiles_kernel(places_ptr, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """places [tiles, 2]: (tile row, tile column) of each tile of [m, n]."""
-    for index in range(tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)):
-        tile_m, tile_n = tile_in_block(index, m, n, BLOCK_M, BLOCK_N, GROUP_M)
-        tl.store(places_ptr + 2 * index, tile_m)
-        tl.store(places_ptr + 2 * index + 1, tile_n)
 
 
 @triton.jit
@@ -32,22 +23,6 @@ def multiply_kernel(a_ptr, b_ptr, acc_ptr, inside_ptr, tile_m, tile_n, m, n, k, 
     place = (rows - tile_m * BLOCK) * BLOCK + cols - tile_n * BLOCK
     tl.store(acc_ptr + place, acc)
     tl.store(inside_ptr + place, mask.to(tl.int32))
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "group"), [(1, 1, 2), (40, 70, 2), (80, 33, 2), (80, 33, 3), (100, 16, 8), (16, 90, 8)]
-)
-def test_tiles_come_in_groups_of_rows_that_share_columns(m: int, n: int, group: int) -> None:
-    rows, cols = -(-m // BLOCK), -(-n // BLOCK)
-    expected = [
-        (row, col)
-        for first in range(0, rows, group)
-        for col in range(cols)
-        for row in range(first, min(first + group, rows))
-    ]
-    places = torch.full((rows * cols, 2), -1, dtype=torch.int64)
-    list_tiles_kernel[(1,)](places, m, n, BLOCK_M=BLOCK, BLOCK_N=BLOCK, GROUP_M=group)
-    assert [tuple(place) for place in places.tolist()] == expected
 
 
 def _within_nan(matrix: torch.Tensor, transposed: bool) -> torch.Tensor:

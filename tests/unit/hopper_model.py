@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from overlap_train.kernels import arrivals, hopper_stores, hopper_tiles, order, signal, tiles
+from overlap_train.kernels import arrivals, hopper_tiles, order, signal, tiles
 from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
@@ -248,54 +248,6 @@ class Scattered:
     goals: set[int]
     stored: list[list[tuple[int, ...]]]
     multiplied: list[list[list[str]]]
-
-
-class Numbered:
-    """Buffers or barriers, which are known by their kind and number."""
-
-    dtype = None
-
-    def __init__(self, kind: str, events: list[tuple[Any, ...]]) -> None:
-        self._kind, self._events = kind, events
-
-    def index(self, number: int) -> Numbered:
-        one = Numbered(self._kind, self._events)
-        one.number = number
-        return one
-
-    number = 0
-
-    def store(self, values: object) -> None:
-        self._events.append(("write", self.number))
-
-    def name(self) -> tuple[str, int]:
-        return self._kind, self.number
-
-
-def at_outbox(name: str, *arguments: Any) -> list[tuple[Any, ...]]:
-    """What put_quarter or store_strip does at the outbox, in order: ("wait", barrier, parity), ("arrive", barrier), ("write",
-    buffer) and ("read", buffer)."""
-    events: list[tuple[Any, ...]] = []
-    barriers = SimpleNamespace(
-        wait=lambda barrier, parity: events.append(("wait", barrier.name(), parity)),
-        arrive=lambda barrier, count: events.append(("arrive", barrier.name())),
-    )
-    outbox = [Numbered(kind, events) for kind in ("quarters", "full", "free")]
-
-    def store_inside(desc: object, quarter: Numbered, chunk: int, row: int, col: int) -> None:
-        events.append(("read", quarter.number))
-
-    function = python_of(
-        getattr(hopper_stores, name), mbarrier=barriers, store_inside=store_inside, tma=Nothing(), gl=LANGUAGE,
-        fence_async_shared=Nothing(), debug_barrier=Nothing(),
-    )  # fmt: skip
-    if name == "put_quarter":
-        turn, part, half, buffers = arguments
-        function(outbox, turn, Nothing(), part, half, buffers)
-    else:
-        turn, halves, part, buffers = arguments
-        function(Stored(0, 0, 0), outbox, turn, 0, 0, 0, halves, part, buffers)
-    return events
 
 
 def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -50,13 +49,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     functions = {name: Function(getattr(found, name)) for name in names}
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(**functions))
     return found
-
-
-def test_products_spare_sms_inside_the_bracket_only(library: Library) -> None:
-    with contextlib.suppress(ZeroDivisionError), Blas(GPU).sparing(8):
-        assert library.told == [(5, 124)]
-        _ = 1 // 0
-    assert library.told == [(5, 124), (5, 0)]
 
 
 def test_brackets_within_each_other(library: Library) -> None:

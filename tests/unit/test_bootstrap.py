@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SHIM = """#!/bin/bash
 for found in $(type -aP python3.12); do [ "$found" = "$0" ] || exec "$found" "$@"; done
@@ -80,17 +81,17 @@ def with_free_disk(checkout: Path, free_gb: int) -> dict[str, str]:
     return {"PATH": f"{df.parent}:{os.environ['PATH']}"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the torch of this machine is kept, so nothing fails")
 def test_a_set_up_that_has_failed_starts_again_and_an_update_does_not(checkout: Path) -> None:
-    environment = with_free_disk(checkout, 8)
-    for again in (False, True):
-        ended = set_up(checkout, **environment)
-        assert ended.returncode == 1 and "could not install torch" in ended.stderr
-        assert (".venv is unfinished or of another kind: starting again" in ended.stdout) is again
-        kind = checkout / ".venv" / "kind"
-        assert {path.name for path in kind.parent.iterdir()} == {"kind", "install.log"}
-        assert kind.read_text().split()[0] == ("py312" if has_python("3.12") else "py311")
+    environment, kind = with_free_disk(checkout, 8), checkout / ".venv" / "kind"
+    kind.parent.mkdir()
+    for left in ("kind", "half-copied"):
+        (kind.parent / left).write_text("of a set-up that was interrupted")
+    ended = set_up(checkout, **environment)
+    assert ended.returncode == 1 and "could not install torch" in ended.stderr
+    assert ".venv is unfinished or of another kind: starting again" in ended.stdout
+    assert {path.name for path in kind.parent.iterdir()} == {"kind", "install.log"}
+    assert kind.read_text().split()[0] == ("py312" if has_python("3.12") else "py311")
     # An update that fails, here for lack of pip, leaves what works.
     (kind.parent / "complete").write_text("with other versions")
     (kind.parent / "lib").mkdir()

@@ -82,7 +82,7 @@ def test_a_slow_rank_0_still_says_it(tmp_path: Path) -> None:
     script = tmp_path / "slow.py"
     script.write_text(
         "import os, sys, time\nfrom overlap_train import cli\n"
-        "time.sleep(3 if os.environ['RANK'] == '0' else 0)\nsys.exit(cli.main(['benhc']))\n"
+        "time.sleep(1 if os.environ['RANK'] == '0' else 0)\nsys.exit(cli.main(['benhc']))\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     run = subprocess.run(words, capture_output=True, text=True, timeout=120)

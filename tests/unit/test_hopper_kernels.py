@@ -15,7 +15,6 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from overlap_train.gpu.ptx_check import missing
-from overlap_train.ops.launch import STEP
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
 
@@ -72,31 +71,6 @@ def test_the_kernel_before_an_all_to_all_polls_nothing_and_loads_a_and_b_only(co
     assert len(re.findall(TMA_LOAD, ptx)) == 2 * 3, "two strips of A, and B, for whole and for half tiles"
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("direct", [True, False])
-def test_the_scattering_kernel_counts_a_tile_only_when_it_is_written(
-    compiled: Compile, direct: bool, exchange: bool
-) -> None:
-    switches = {"REDUCE": False, "EXCHANGE": True} if exchange else {}
-    ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct, **switches)
-    for written, count in written_and_counted(ptx, COUNT if direct else RELEASE_ADD):
-        assert re.search(r"bar(?:rier)?\.(?:warp\.)?sync", ptx[written:count])
-        assert not re.search(TMA_STORE, ptx[written:count])
-        if direct:  # whoever counts the last strip of a chunk signals
-            assert re.search(SIGNAL, ptx[count : count + 3000])
-    stores = [match.start() for match in re.finditer(TMA_STORE, ptx)]
-    # the own rows; then staging, or each of three peers; of two strips, two messages for each quarter
-    assert len(stores) == 2 * 2 * (1 + (3 if direct else 1))
-
-
-def written_and_counted(ptx: str, count: str) -> list[tuple[int, int]]:
-    """Where the PTX waits until stores are written, and counts: an upper strip alone, and a lower one or both of a tile."""
-    waits, counts = ([match.start() for match in re.finditer(pattern, ptx)] for pattern in (WRITTEN, count))
-    assert len(waits) == len(counts) == 2
-    assert waits[0] < counts[0] < waits[1] < counts[1]
-    return list(zip(waits, counts, strict=True))
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled: Compile, direct: bool) -> None:
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=direct)
@@ -109,19 +83,6 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
         assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 2 * 3, (
             "A and B only, of whole and half tiles"
         )
-
-
-@pytest.mark.parametrize("kernel", ["hopper_all_gather_gemm", "hopper_all_to_all_gemm"])
-def test_a_kernel_that_sends_rows_counts_a_piece_only_when_all_of_it_is_stored(compiled: Compile, kernel: str) -> None:
-    """By both warps, in stores of 16 bytes; whoever counts the last of a chunk signals."""
-    ptx, _ = compiled(kernel, True, DIRECT=True)
-    stores = [match.end() for match in re.finditer(WIDE_STORE, ptx)]
-    (count,) = (match.start() for match in re.finditer(COUNT, ptx))
-    assert len(stores) == len(re.findall(WIDE_LOAD, ptx)) == STEP // (2 * 32 * 8), "two warps, 8 elements each"
-    assert stores[-1] < count
-    assert re.search(r"bar\.sync\s+\d+, 64;", ptx[stores[-1] : count]), "of two warps"
-    assert re.search(SIGNAL, ptx[count : count + 3000])
-    assert not re.search(WIDE_STORE, compiled(kernel, True)[0])
 
 
 SENDING = [
@@ -187,7 +148,7 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
     """Else the weight gradient behind it would wait, too; it counts and stores like the others."""
     ptx, _ = compiled("hopper_gemm_reduce_scatter", True, DIRECT=False, REDUCE=False)
     assert not re.search(ACQUIRE, ptx)
-    assert len(written_and_counted(ptx, RELEASE_ADD)) == 2
+    assert len(re.findall(RELEASE_ADD, ptx)) == 2, "of an upper strip alone, and of a lower one or both of a tile"
     assert len(re.findall(TMA_STORE, ptx)) == 2 * 2 * 2, "two strips of the own rows, or into staging"
 
 

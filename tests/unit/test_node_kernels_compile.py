@@ -54,9 +54,3 @@ def test_hopper_kernels_that_leave_claim_by_exchanges_and_spill_nothing(
     loads, exchanges = ({n: len(re.findall(what, ptx[n])) for n in ptx} for what in (r"ld\.volatile", r"atom\S*\.cas"))
     assert loads[2] == loads[4] and exchanges[2] == exchanges[4] + 2
     assert "0 bytes spill stores, 0 bytes spill loads" in hopper_ptx.resources(ptx[2])
-
-
-def test_a_wait_compiles_without_spills(compiling: ProcessPoolExecutor) -> None:
-    constants = dict(CHUNKS=1, TIMED=True, BLOCK=1024)
-    waits = compiling.submit(hopper_ptx.compiled_portable, "signal", "wait_kernel", **constants).result(120)
-    assert ".local" not in waits

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -95,19 +94,6 @@ def test_no_network_stays_open_where_one_fails() -> None:
     with pytest.raises(StopIteration):
         connected(0, 0, (20.0, 40.0), (20.0,), by)
     assert len(by.networks) == 3 and not by.left
-
-
-H100 = {1: 61.0, 4: 235.0, 8: 446.0, 16: 818.0, 32: 1341.0}  # GB/s of 8 blocks by so many CTAs
-
-
-@pytest.mark.parametrize("wire_gbs", [5.0, 25.0, 50.0, 90.0])
-def test_sums_are_as_fast_as_the_network(wire_gbs: float) -> None:
-    """But for what they may hold: with NCCL on two SMs, 13."""
-    sms = SmBudget(8).for_sums(2, wire_gbs, H200.sum_sm_gbs)
-    enough = min(found for found, gbs in H100.items() if gbs >= 9 * wire_gbs)
-    assert sms <= enough + 1 and (sms == 13 or np.interp(sms, list(H100), list(H100.values())) >= 9 * wire_gbs)
-    assert SmBudget(8, reduce_sms=6).for_sums(2, wire_gbs, H200.sum_sm_gbs) == 6
-    assert SmBudget(1).for_sums(2, wire_gbs, H200.sum_sm_gbs) == 0
 
 
 @pytest.mark.parametrize("local", [1, 2, 8])

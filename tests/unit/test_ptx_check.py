@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -189,19 +188,3 @@ def test_a_kernel_that_lacks_its_wait_is_not_launched() -> None:
     with pytest.raises(RuntimeError, match=r"wait_kernel: as Triton .* its PTX lacks, in this order"):
         cache.run("kernel", (), lambda: Launch(Kernel(), (1,), {}, {}))
     assert not launches
-
-
-def test_a_kernel_is_checked_once() -> None:
-    """Its PTX has hundreds of kilobytes: 5 to 14 ms."""
-    read: list[str] = []
-
-    class Kernel:
-        def warmup(self, grid: tuple[int]) -> SimpleNamespace:
-            asm = MagicMock()
-            asm.__getitem__.side_effect = lambda name: read.append(name) or ""
-            return SimpleNamespace(metadata=SimpleNamespace(name="reduce_partials_kernel"), asm=asm, hash="the same")
-
-    verifier = Verifier()
-    for _ in range(3):
-        verifier.verify(Kernel(), (1,), {}, {})
-    assert read == ["ptx"]

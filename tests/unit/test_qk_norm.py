@@ -102,11 +102,6 @@ def test_padding_adds_nothing_to_the_gradients_of_weights() -> None:
     assert torch.equal(padded.weight_gradients, alone.weight_gradients)
 
 
-def test_nothing_is_kept_where_there_is_no_backward() -> None:
-    q, _, _ = unpacked(received(), None, ROWS, None, HeadNorm(qk_norm(), None))
-    assert torch.equal(q, unpacked(received(), None, ROWS, None, HeadNorm(qk_norm(), kept()))[0])
-
-
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 def test_norm_and_rotation_round_where_separate_passes_do(weights: torch.dtype) -> None:
     """bf16 in and out. Statistics and products are fp32, and sums of gradients, too."""
@@ -131,13 +126,6 @@ def test_norm_and_rotation_round_where_separate_passes_do(weights: torch.dtype) 
     assert sent.dtype == torch.bfloat16 and torch.equal(sent, exact.bfloat16())
     assert torch.equal(ours.weight_gradients, once.weight_gradients)
     assert all(grad.dtype == weights for grad in ours.of_weights())
-
-
-def test_torchs_rms_norm_rounds_as_ours() -> None:
-    y, norm = received(torch.bfloat16), qk_norm(dtype=torch.bfloat16)
-    q, k, _ = unpacked(y, None, torch.arange(S), None, HeadNorm(norm, None))
-    right = expected_heads(y, norm, None)
-    assert torch.equal(q, right[0]) and torch.equal(k, right[1])
 
 
 @pytest.mark.parametrize(

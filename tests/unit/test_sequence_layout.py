@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap_train import SequenceLayout
 
@@ -42,26 +40,6 @@ def test_ranks_hold_what_the_definition_says(layout: SequenceLayout, world: int)
     assert rows.tolist() == [held(rank, world, 48, layout) for rank in range(world)]
 
 
-def test_a_thousand_documents_take_as_many_operations_as_two() -> None:
-    """One by one they were 4000, of 5 microseconds each on a GPU."""
-
-    def operations(documents: int) -> int:
-        layout = SequenceLayout("zigzag", tuple(range(0, 8 * documents + 8, 8)))
-        with Counting() as counting:
-            layout.rows_of_ranks(8 * documents, 4, torch.device("cpu"))
-        return counting.calls
-
-    assert 0 < operations(1000) == operations(2)
-
-
-class Counting(TorchDispatchMode):
-    calls = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
-        return operation(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize(
     ("layout", "rows", "error"),
     [
@@ -88,10 +66,6 @@ def test_rows_that_cannot_lie_so_say_why(layout: SequenceLayout, rows: int, erro
     assert said is not None and said.startswith("qkv: ") and error in said
 
 
-def test_equal_parts_need_no_chunks() -> None:
-    assert SequenceLayout().error(13, 4, "qkv") is None
-
-
 def test_ranks_hold_as_many_rows_as_lengths_say() -> None:
     layout = SequenceLayout(lengths=(3, 0, 1, 4))
     assert layout.error(8, 4, "qkv") is None
@@ -110,20 +84,6 @@ def test_blocks_in_turn_are_the_sequence_where_none_is_padded() -> None:
         assert layout.is_in_turn
     for layout in (SequenceLayout(lengths=(4, 3)), SequenceLayout("zigzag")):
         assert not layout.is_in_turn
-
-
-def test_a_graph_has_rows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are remembered may be forgotten before its last replay; those made in it are there only after a replay."""
-    layout, device = SequenceLayout("zigzag"), torch.device("meta")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    eager = layout.rows_of_ranks(48, 2, device)
-    assert layout.rows_of_ranks(48, 2, device) is eager
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = layout.rows_of_ranks(48, 2, device)
-    assert captured is not eager
-    fresh = layout.rows_of_ranks(96, 2, device)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert layout.rows_of_ranks(48, 2, device) is eager and layout.rows_of_ranks(96, 2, device) is not fresh
 
 
 @pytest.mark.parametrize("layout", [SequenceLayout(), SequenceLayout("zigzag"), SequenceLayout(lengths=(31, 33))])

@@ -13,6 +13,7 @@ import pytest
 
 from all_messages import LEAST_WORDS, SOURCES, Message, messages_of, messages_under, page_of
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 OTHERS = "## Messages of other programs"  # from here on the page quotes what is not in our Python sources

@@ -1,4 +1,7 @@
-"""Where the weight gradient goes and in which precision: 257 is the sum that no 16-bit dtype here holds beside its neighbours."""
+"""In which precision the weight gradient is added up: 257 is the sum that no 16-bit dtype here holds beside its neighbours.
+
+Where it goes: tests/megatron/test_main_grad.py.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,9 @@ N, K, ROWS = 3, 5, 6
 HALFWAY = {torch.bfloat16: 257.0, torch.float16: 2049.0}
 
 
-def _weight(dtype: torch.dtype, main_grad: torch.Tensor | None = None, **marks: bool) -> torch.nn.Parameter:
+def _weight(dtype: torch.dtype, main_grad: torch.Tensor) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(N, K, dtype=dtype))
-    for name, value in ({} if main_grad is None else {"main_grad": main_grad, **marks}).items():
-        setattr(weight, name, value)
+    weight.main_grad = main_grad
     return weight
 
 
@@ -56,23 +58,3 @@ def test_parts_are_summed_before_a_main_grad_of_16_bits_is_rounded(dtype: torch.
         gradient.add(*_operands(dtype, 1.0))
     assert gradient.result() is None
     assert torch.equal(weight.main_grad, torch.full((N, K), HALFWAY[dtype] + 1, dtype=dtype))
-
-
-def test_it_is_returned_without_a_main_grad_and_where_that_is_off() -> None:
-    dy, x = _operands(torch.float32, 257.0)
-    expected = torch.full((N, K), 257.0)
-    assert torch.equal(weight_gradient(dy, x, _weight(torch.float32), "accumulate"), expected)
-    weight = _weight(torch.float32, torch.zeros(N, K), grad_added_to_main_grad=False)
-    assert torch.equal(weight_gradient(dy, x, weight, "off"), expected)
-    assert not weight.main_grad.any() and not weight.grad_added_to_main_grad
-
-
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_hook_that_insists_on_a_gradient_gets_a_placeholder_and_a_mark(zero: bool) -> None:
-    """Megatron's DDP: the mark tells it that the placeholder is not to be added; tied weights are, so theirs is zero."""
-    marks = {"grad_added_to_main_grad": False, "zero_out_wgrad": zero}
-    weight = _weight(torch.bfloat16, torch.zeros(N, K), **marks)
-    placeholder = weight_gradient(*_operands(torch.bfloat16, 257.0), weight, "accumulate")
-    assert placeholder is not None and placeholder.shape == weight.shape and placeholder.dtype == weight.dtype
-    assert weight.grad_added_to_main_grad is True
-    assert not zero or not placeholder.any()
