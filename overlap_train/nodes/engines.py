@@ -4,8 +4,7 @@
     arriving    waits for what has come from other nodes, and passes it on inside the node
 
 These two are streams on GPUs, threads of CPU processes. Nothing else waits for the network but the products that need it, and
-they as inside a node. Where one hardware queue serves all streams, what stands at its head holds up the rest:
-schedule/inter_node.py says what is enqueued when. The operators enqueue the same steps for every engine:
+they as inside a node. The operators enqueue the same steps for every engine:
 
     HostEngine       CPU processes, by gloo (gloo.py): a piece, then its signal, go into the heap of the rank that they are for
     NvshmemEngine    GPUs, by NVSHMEM (nvshmem.py): the same. Nobody has to say what it expects
@@ -22,9 +21,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..gpu.driver import Blas, CudaDriver
 from ..gpu.launch import Launch
@@ -35,8 +35,10 @@ from ..schedule.inter_node import SendRecv, send_recvs
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology
 from ..schedule.transfers import Transfers
+from ..symmetric.agreement import Agreement, on_all_ranks
 from .slots import NodeCall
 
+T = TypeVar("T")
 CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors
 
 MOST_MARKED = 3  # products that are enqueued before what sends them: at most two, and the one that is sent next
@@ -66,14 +68,35 @@ class Started(Protocol):
     def finish(self) -> None: ...
 
 
-class Put:
-    """An Exchange of which this rank need not wait for anything: who reads what comes waits for its signal."""
+def connect_rail_peers(
+    agreement: Agreement,
+    topology: Topology,
+    library: str,
+    connect: Callable[[dist.Store], T],
+    end: Callable[[T], object],
+) -> T:
+    """What `connect` makes of a store that this rank shares with its rail peers; on all ranks, or it is ended. Collective."""
+    agreement.barrier(CONNECT)  # counted in the name of the store: ranks that try again meet in a new one
+    # Of no other group: one that could not be connected has left its addresses behind.
+    store = agreement.store_of(agreement.name_of(f"network/{topology.rank % topology.local}"))
 
-    def arrive(self) -> None: ...
+    def make() -> T:
+        try:
+            return connect(store)
+        except Exception as failure:
+            first = str(failure).splitlines()[0]
+            setting = f"{library.upper()}_SOCKET_IFNAME"
+            raise RuntimeError(
+                f"{library} could not connect it with its peers in other nodes ({first}); see {setting}"
+            ) from failure
+
+    return on_all_ranks(make, agreement, CONNECT, end)
 
 
 class InterNodeEngine(CopyEngine, ABC):
     """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on.
+
+    What it does by itself is what CPU processes need: there the caller's work is done when it is told of it.
 
     needs_buffers: whether what is for another rank of this node comes to this one first. reduce_sms: that the sum of this node's
     partials may hold; in nodes of one rank there is none. gbs: GB/s that the network carries in each direction, if that was
@@ -113,20 +136,18 @@ class InterNodeEngine(CopyEngine, ABC):
         """Scope of library products that run beside the network's kernels."""
         return nullcontext()
 
-    @abstractmethod
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue pushes of what a kernel that has been launched writes into `source`, each after its counter."""
+        self.push(source, routes)
 
-    @abstractmethod
     def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
         """Hold what sends until a kernel has stored so many tiles of a chunk. Of a kernel that has been launched: what stood
         before it in its hardware queue would wait for good."""
 
-    @abstractmethod
     def mark(self) -> int:
         """What the caller has computed so far, for `send_after`: until MOST_MARKED marks later."""
+        return 0
 
-    @abstractmethod
     def send_after(self, mark: int) -> None:
         """Let what is sent from now on leave after what is marked."""
 
@@ -138,8 +159,8 @@ class InterNodeEngine(CopyEngine, ABC):
     def start_exchange(
         self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
         buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        """Start to send `source`, and to receive, after what was started before.
+    ) -> Exchange | None:  # fmt: skip
+        """Start to send `source`, and to receive, after what was started before. None: only who reads what comes waits for it.
 
         make: fills `source`, in the order of what is sent. buffer: where to receive what is for another rank, once all that
         `arrive` was called for is passed on; None: in its place in the own slot.
@@ -147,9 +168,9 @@ class InterNodeEngine(CopyEngine, ABC):
 
     @abstractmethod
     def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
+        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
     ) -> None:
-        """Let an exchange arrive. After it its chunk has a signal (rule 1: data first), and is passed on inside the node.
+        """Let the data of an exchange arrive. After it its chunk has a signal (rule 1: data first), and is passed on in the node.
         buffer: as for `start_exchange`; who reads what came there compares its word."""
 
     @abstractmethod
@@ -161,9 +182,14 @@ class InterNodeEngine(CopyEngine, ABC):
         sms: that it may hold; 0: all, with the same bits.
         """
 
-    @abstractmethod
     def barrier(self, call: NodeCall, topology: Topology) -> None:
-        """Tell all rail peers that this rank has come: chunk 0 of its block, without data."""
+        """Tell all rail peers that this rank has come: chunk 0 of its block, without data; and let their words arrive."""
+        nothing = call.blocks.flatten()[:0]
+        turns = [replace(turn, passed_on=Transfers(())) for turn in send_recvs(Kind.AG_GEMM, topology, chunks=1)]
+        self.send_after_this()
+        exchanges = [self.start_exchange(call, turn, nothing) for turn in turns]
+        for turn, exchange in zip(turns, exchanges, strict=True):
+            self.arrive(call, turn, exchange)
 
 
 def add_blocks(
@@ -236,7 +262,7 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     def start_exchange(
         self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
         buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
+    ) -> Exchange | None:  # fmt: skip
         self._held.append(source)
         if buffer is not None:
             self._held.append(buffer)
@@ -247,23 +273,26 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
             return self._send(call, exchanged, source, buffer)
 
     @abstractmethod
-    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
+    def _send(
+        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None
+    ) -> Exchange | None:
         """Enqueue an exchange in the current stream."""
+
+    def arrive(
+        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
+    ) -> None:
+        received = exchanged.received
+        if exchanged.passes_on:
+            with self._driver.in_stream(self._arriving):
+                # Bounded, and it notices a rail peer that is in another call.
+                call.wait_chunk(received.fills, received.chunk)
+                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         start, stream = source.data_ptr(), self._arriving.cuda_stream
         for route in routes:
             self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
             self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
-
-    def barrier(self, call: NodeCall, topology: Topology) -> None:
-        """And let their words arrive."""
-        nothing = call.blocks.flatten()[:0]
-        turns = send_recvs(Kind.AG_GEMM, topology, chunks=1)
-        self.send_after_this()
-        exchanges = [self.start_exchange(call, turn, nothing) for turn in turns]
-        for turn, exchange in zip(turns, exchanges, strict=True):
-            self.arrive(call, replace(turn, passed_on=Transfers(())), exchange)
 
     def begin_ahead(self) -> None:
         """Begin the next operator, once the running one's exchanges are all enqueued: before the next one is sent, its slot may

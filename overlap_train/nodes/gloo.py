@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..group.copy_engine import HostCopyEngine, Route, run_push
+from ..group.copy_engine import HostCopyEngine, Worker, run_push
 from ..group.signals import FaultRecord
 from ..schedule.inter_node import SendRecv
 from ..schedule.order import Topology
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
-from .engines import CONNECT, Exchange, InterNodeEngine, Put
+from .engines import Exchange, InterNodeEngine, connect_rail_peers
 from .slots import NodeCall, Place
 
 _HEADER, _DATA = 0, 1  # tags of messages
@@ -42,31 +41,16 @@ class GlooTransport:
         self._under_way: list[tuple[Any, int, torch.Tensor]] = []  # (work, rank, what is sent)
         self._lost: OverlapTimeoutError | None = None
         self._heaps: Mapping[int, torch.Tensor] = {}
-        agreement.barrier(CONNECT)  # counted in the name of the store: ranks that try again meet in a new one
-        self._group: Any = None
-        error = self._connect(agreement)
-        try:
-            agreement.all_succeed(error, CONNECT)
-        except RuntimeError:
-            self._group = None  # ends it, although who catches the error may hold this object
-            raise
+        limit = timedelta(seconds=timeout_s)
+
+        def connect(store: dist.Store) -> Any:
+            return dist.ProcessGroupGloo(store, topology.node, topology.nodes, limit)
+
+        self._group = connect_rail_peers(agreement, topology, "gloo", connect, lambda group: None)
         far = [node for node in range(topology.nodes) if node != topology.node]
         self._receivers = [threading.Thread(target=self._receive, args=(node,), daemon=True) for node in far]
         for receiver in self._receivers:
             receiver.start()
-
-    def _connect(self, agreement: Agreement) -> str | None:
-        """Why not, or None."""
-        topology = self._topology
-        # Of no other group: one that could not be connected has left its addresses behind.
-        store = agreement.store_of(agreement.name_of(f"network/{topology.rank % topology.local}"))
-        try:
-            limit = timedelta(seconds=self._timeout_s)
-            self._group = dist.ProcessGroupGloo(store, topology.node, topology.nodes, limit)
-            return None
-        except Exception as failure:  # its peers wait to hear of it
-            first = str(failure).splitlines()[0]
-            return f"gloo could not connect it with its peers in other nodes ({first}); see GLOO_SOCKET_IFNAME"
 
     def attach(self, heaps: Mapping[int, torch.Tensor]) -> None:
         """From now on write what peers send into these heaps (uint8) of the ranks of this node. No peer sends meanwhile."""
@@ -142,47 +126,6 @@ class GlooTransport:
             receiver.join(_CLOSE_S)
 
 
-class Worker:
-    """A daemon thread that runs what it is given, in that order, and skips the rest after a failure."""
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pending = 0
-        self._error: Exception | None = None
-        self._idle = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name=f"overlap_train {name} between nodes", daemon=True)
-        self._thread.start()
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Enqueue it, and return."""
-        with self._idle:
-            self._pending += 1
-        self._queue.put(task)
-
-    @torch.no_grad()  # per thread
-    def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
-            try:
-                if self._error is None:
-                    task()
-            except Exception as error:  # a thread cannot raise to its owner: join does
-                self._error = error
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
-
-    def join(self) -> None:
-        """Return when everything has run; raises what it raised."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._pending == 0)
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-
 class HostEngine(HostCopyEngine, InterNodeEngine):
     """The engine of CPU processes. What the caller has computed is there, so nothing has to be ordered after it."""
 
@@ -192,32 +135,25 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         HostCopyEngine.__init__(self, timeout_s)
         InterNodeEngine.__init__(self)
         self.network, self._fault = network, fault
-        self.sending, self.arriving = Worker("sending"), Worker("arriving")
-
-    def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
-        self.push(source, routes)
-
-    def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
-        """An interpreted kernel has stored them all when it returns."""
-
-    def mark(self) -> int:
-        return 0
-
-    def send_after(self, mark: int) -> None: ...
+        self.sending, self.arriving = Worker("sending between nodes"), Worker("arriving between nodes")
 
     def start_exchange(
         self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
         buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
+    ) -> None:  # fmt: skip
         put = partial(self.network.put, source, call.place(exchanged.sent), call.word)
         if make is None:
             put()  # gloo returns at once
         else:
-            self.sending.run(partial(_one_after_the_other, make, put))
-        return Put()
+
+            def make_and_put() -> None:
+                make()
+                put()
+
+            self.sending.run(make_and_put)
 
     def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
+        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
     ) -> None:
         if exchanged.passes_on:
             self.arriving.run(partial(self._pass_on, call, exchanged))
@@ -234,12 +170,6 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         for block in order:
             total += received[block]
         y.copy_(total)
-
-    def barrier(self, call: NodeCall, topology: Topology) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8)
-        for node in range(topology.nodes):
-            if node != topology.node:
-                self.network.put(nothing, call.place_of(topology.rail_peer(node), topology.rank, 0), call.word)
 
     def begin_ahead(self) -> None:
         self.finish_started()
@@ -263,8 +193,3 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
             worker.close()
         self.network.close(orderly=not self._fault.failed)
         super().close()
-
-
-def _one_after_the_other(*tasks: Callable[[], None]) -> None:
-    for task in tasks:
-        task()

@@ -224,8 +224,12 @@ class Agreement:
         return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.called}" if late else ""
 
 
-def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:
-    """What `make` returns, if it returns on every rank. Collective. what: what the ranks do here, for errors.
+def on_all_ranks(
+    make: Callable[[], T], agreement: Agreement, what: str, undo: Callable[[T], object] = lambda made: None
+) -> T:
+    """What `make` returns, if it returns on every rank. Collective.
+
+    what: what the ranks do here, for errors. undo: ends what was made where another rank could not make it.
 
     Raises:
         RuntimeError: on every rank, if one of them raised, with what that one said.
@@ -235,7 +239,12 @@ def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:
     except Exception as failure:  # libraries raise classes of their own
         agreement.all_succeed(str(failure) or repr(failure), what)
         raise
-    agreement.all_succeed(None, what)
+    try:
+        agreement.all_succeed(None, what)
+    except RuntimeError:
+        undo(made)
+        del made  # who catches the error holds this frame
+        raise
     return made
 
 
@@ -245,14 +254,14 @@ def allocated(make: Callable[[], torch.Tensor], nbytes: int, agreement: Agreemen
     Raises:
         RuntimeError: on every rank, if one of them has no room.
     """
-    memory, error = None, None
-    try:
-        memory = make()
-    except Exception as failure:  # torch raises RuntimeError, nvshmem4py a class of its own
-        error = (
-            f"{nbytes} bytes: {failure}; leave more room on its GPU, with fewer rows in a call or less memory for exchanges "
-            f"({flag_name('exchange_mib')}), or take another provider ({flag_name('provider')})"
-        )
-    agreement.all_succeed(error, what)
-    assert memory is not None
-    return memory
+
+    def make_or_say_why() -> torch.Tensor:
+        try:
+            return make()
+        except Exception as failure:
+            raise RuntimeError(
+                f"{nbytes} bytes: {failure}; leave more room on its GPU, with fewer rows in a call or less memory for exchanges "
+                f"({flag_name('exchange_mib')}), or take another provider ({flag_name('provider')})"
+            ) from failure
+
+    return on_all_ranks(make_or_say_why, agreement, what)

@@ -29,13 +29,14 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
+from overlap_train.group.copy_engine import Worker
 from overlap_train.group.domain import barrier
 from overlap_train.group.registry import domain_of, made_domain
 from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
 from overlap_train.nodes import plan as nodes_plan
 from overlap_train.nodes.connect import NodeWaits
-from overlap_train.nodes.gloo import GlooTransport, HostEngine, Worker
+from overlap_train.nodes.gloo import GlooTransport, HostEngine
 from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.select.tiling import equal_chunks
@@ -188,8 +189,8 @@ def _slow(rank: int) -> None:
         time.sleep(0.02 * rank)
         put(self, *arguments)
 
-    def slow_run(self: Worker, task: Callable[[], None]) -> None:
-        run(self, lambda: (time.sleep(0.02 * (5 - rank)), task())[1])  # type: ignore[func-returns-value]
+    def slow_run(self: Worker, *tasks: Callable[[], None]) -> None:
+        run(self, partial(time.sleep, 0.02 * (5 - rank)), *tasks)
 
     GlooTransport.put, Worker.run = slow_put, slow_run  # type: ignore[method-assign] # of this process
 
