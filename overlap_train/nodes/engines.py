@@ -52,12 +52,21 @@ class Piece:
     word: torch.Tensor
 
 
-class Exchange(Protocol):
-    """A piece that is sent, and one that is received, under way."""
+@dataclass
+class Exchange:
+    """A piece that is sent, and one that is received.
 
-    def arrive(self) -> None:
-        """Hold the current stream until the received piece is there, and until the one sent may be written over."""
-        ...
+    make: fills `source`, in the order of what is sent; None: it is filled. buffer: where to receive what is for another rank of
+    this node, once all that `arrive` was called for is passed on; None: in its place in the own slot. work: what a transport
+    returned.
+    """
+
+    call: NodeCall
+    exchanged: SendRecv
+    source: torch.Tensor
+    make: Callable[[], None] | None = None
+    buffer: torch.Tensor | None = None
+    work: Any = None
 
 
 class Started(Protocol):
@@ -156,22 +165,13 @@ class InterNodeEngine(CopyEngine, ABC):
         self.send_after(self.mark())
 
     @abstractmethod
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange | None:  # fmt: skip
-        """Start to send `source`, and to receive, after what was started before. None: only who reads what comes waits for it.
-
-        make: fills `source`, in the order of what is sent. buffer: where to receive what is for another rank, once all that
-        `arrive` was called for is passed on; None: in its place in the own slot.
-        """
+    def start_exchange(self, exchange: Exchange) -> None:
+        """Start to send, and to receive, after what was started before."""
 
     @abstractmethod
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
-    ) -> None:
-        """Let the data of an exchange arrive. After it its chunk has a signal (rule 1: data first), and is passed on in the node.
-        buffer: as for `start_exchange`; who reads what came there compares its word."""
+    def arrive(self, exchange: Exchange) -> None:
+        """Let its data arrive. After them its chunk has a signal (rule 1: data first), and is passed on in the node. Who reads
+        what came into a buffer compares its word."""
 
     @abstractmethod
     def add(
@@ -187,9 +187,10 @@ class InterNodeEngine(CopyEngine, ABC):
         nothing = call.blocks.flatten()[:0]
         turns = [replace(turn, passed_on=Transfers(())) for turn in send_recvs(Kind.AG_GEMM, topology, chunks=1)]
         self.send_after_this()
-        exchanges = [self.start_exchange(call, turn, nothing) for turn in turns]
-        for turn, exchange in zip(turns, exchanges, strict=True):
-            self.arrive(call, turn, exchange)
+        exchanges = [Exchange(call, turn, nothing) for turn in turns]
+        for step in (self.start_exchange, self.arrive):
+            for exchange in exchanges:
+                step(exchange)
 
 
 def add_blocks(
@@ -259,33 +260,26 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     def send_after(self, mark: int) -> None:
         self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))
 
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange | None:  # fmt: skip
-        self._held.append(source)
-        if buffer is not None:
-            self._held.append(buffer)
+    def start_exchange(self, exchange: Exchange) -> None:
+        self._held.append(exchange.source)
+        if exchange.buffer is not None:
+            self._held.append(exchange.buffer)
             self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
         with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            return self._send(call, exchanged, source, buffer)
+            if exchange.make is not None:
+                exchange.make()
+            self._send(exchange)
 
     @abstractmethod
-    def _send(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None
-    ) -> Exchange | None:
+    def _send(self, exchange: Exchange) -> None:
         """Enqueue an exchange in the current stream."""
 
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
-    ) -> None:
-        received = exchanged.received
+    def arrive(self, exchange: Exchange) -> None:
+        call, exchanged = exchange.call, exchange.exchanged
         if exchanged.passes_on:
             with self._driver.in_stream(self._arriving):
                 # Bounded, and it notices a rail peer that is in another call.
-                call.wait_chunk(received.fills, received.chunk)
+                call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
                 self._pass_on(call.routes(exchanged.passed_on), call.blocks)
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:

@@ -46,7 +46,7 @@ class Exchanges:
         self._engine, self._call, self._plan, self._all = engine, call, plan, plan.send_recvs
         self._operand, self._later = operand, deque[Sent]()
         self._most = len(self._all) if plan.kind.reduces else MOST_UNDER_WAY
-        self._started, self._under_way = 0, deque[tuple[SendRecv, Exchange | None, torch.Tensor | None]]()
+        self._started, self._under_way = 0, deque[Exchange]()
         chunk, buffers = call.chunk_of(call.rank, 0), self._most if any(map(self._needs_buffer, self._all)) else 0
         self._buffers = cycle(chunk.new_empty(buffers, *chunk.shape))
         self._has_begun = self._follows = False
@@ -130,10 +130,11 @@ class Exchanges:
             exchanged = self._all[self._started]
             source, make = self._later.popleft() if self._operand is None else (next(self._operand), None)
             buffer = next(self._buffers) if self._needs_buffer(exchanged) else None
-            exchange = self._engine.start_exchange(self._call, exchanged, source, make, buffer)
-            self._under_way.append((exchanged, exchange, buffer))
+            exchange = Exchange(self._call, exchanged, source, make, buffer)
+            self._engine.start_exchange(exchange)
+            self._under_way.append(exchange)
             self._started += 1
 
     def _arrive_until(self, count: int) -> None:
         while self._started - len(self._under_way) < count:
-            self._engine.arrive(self._call, *self._under_way.popleft())
+            self._engine.arrive(self._under_way.popleft())

@@ -137,26 +137,17 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         self.network, self._fault = network, fault
         self.sending, self.arriving = Worker("sending between nodes"), Worker("arriving between nodes")
 
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        put = partial(self.network.put, source, call.place(exchanged.sent), call.word)
+    def start_exchange(self, exchange: Exchange) -> None:
+        call, make = exchange.call, exchange.make
+        put = partial(self.network.put, exchange.source, call.place(exchange.exchanged.sent), call.word)
         if make is None:
             put()  # gloo returns at once
         else:
+            self.sending.run(partial(_one_after_the_other, make, put))
 
-            def make_and_put() -> None:
-                make()
-                put()
-
-            self.sending.run(make_and_put)
-
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
-    ) -> None:
-        if exchanged.passes_on:
-            self.arriving.run(partial(self._pass_on, call, exchanged))
+    def arrive(self, exchange: Exchange) -> None:
+        if exchange.exchanged.passes_on:
+            self.arriving.run(partial(self._pass_on, exchange.call, exchange.exchanged))
 
     def _pass_on(self, call: NodeCall, exchanged: SendRecv) -> None:
         call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
@@ -193,3 +184,8 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
             worker.close()
         self.network.close(orderly=not self._fault.failed)
         super().close()
+
+
+def _one_after_the_other(*tasks: Callable[[], None]) -> None:
+    for task in tasks:
+        task()

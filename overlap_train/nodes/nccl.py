@@ -25,7 +25,6 @@ from ..schedule.order import Topology
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from ..symmetric.bounded import bounded
 from .engines import CONNECT, Exchange, Piece, StreamEngine, connect_rail_peers
-from .slots import NodeCall
 
 _LOOK_S = 0.5
 _QUEUED_S = 3600.0  # that an exchange may stand behind other work: torch's watchdog counts from when the host enqueues
@@ -35,29 +34,27 @@ class NcclExchange:
     """One group under way. ready: an event in the stream that sends, after which it may start."""
 
     def __init__(self, work: Any, exchanged: SendRecv, ready: torch.cuda.Event) -> None:
-        self._work, self.exchanged, self._ready = work, exchanged, ready
+        self.exchanged, self._work, self._ready = exchanged, work, ready
         self._began: float | None = None
 
     def arrive(self) -> None:
         """Hold the current stream until the data are there, and until what was sent may be written over."""
         self._work.wait()
 
-    @property
-    def done(self) -> bool:
-        return self._work.is_completed()
+    def is_done(self) -> bool:
+        return bool(self._work.is_completed())
 
     def is_late(self, timeout_s: float) -> bool:
         """Whether so many seconds have passed since it could start. Asked of the oldest exchange alone: before, the one in front
         of it ran. What the stream had to do before takes as long as it takes, and no rail peer is late for it."""
-        if self._began is None and self._may_start():
+        if self._began is None:
+            with contextlib.suppress(
+                RuntimeError
+            ):  # of CUDA, which is reported to whoever synchronises; it counts as begun
+                if not self._ready.query():
+                    return False
             self._began = time.monotonic()
-        return self._began is not None and time.monotonic() - self._began > timeout_s
-
-    def _may_start(self) -> bool:
-        try:
-            return self._ready.query()
-        except RuntimeError:  # of CUDA, which is reported to whoever synchronises; the time-out holds all the same
-            return True
+        return time.monotonic() - self._began > timeout_s
 
 
 class NcclTransport:
@@ -124,7 +121,7 @@ class NcclTransport:
         leave_captures_alone()
         while not self._ended.wait(_LOOK_S):
             with contextlib.suppress(RuntimeError):  # CUDA's own errors are reported to whoever synchronises
-                while self._under_way and self._under_way[0].done:
+                while self._under_way and self._under_way[0].is_done():
                     self._under_way.popleft()
             if self._under_way and self._under_way[0].is_late(self._timeout_s):
                 with contextlib.suppress(RuntimeError):  # this failure, or an earlier one
@@ -160,23 +157,21 @@ class NcclEngine(StreamEngine):
     needs_buffers = True
     network: NcclTransport
 
-    def _send(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None
-    ) -> Exchange | None:
+    def _send(self, exchange: Exchange) -> None:
+        call, exchanged, into = exchange.call, exchange.exchanged, exchange.buffer
         received = exchanged.received
-        into = call.chunk_of(received.fills, received.chunk) if buffer is None else buffer
-        return self.network.exchange(exchanged, Piece(source, call.slot.epoch), Piece(into, call.crossed(received)))
+        if into is None:
+            into = call.chunk_of(received.fills, received.chunk)
+        sent = Piece(exchange.source, call.slot.epoch)
+        exchange.work = self.network.exchange(exchanged, sent, Piece(into, call.crossed(received)))
 
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange | None, buffer: torch.Tensor | None = None
-    ) -> None:
-        assert exchange is not None
-        received, arriving = exchanged.received, self._arriving.cuda_stream
+    def arrive(self, exchange: Exchange) -> None:
+        call, received, arriving = exchange.call, exchange.exchanged.received, self._arriving.cuda_stream
         with self._driver.in_stream(self._arriving):
-            exchange.arrive()
-            if buffer is not None:
-                self._pass_on(call.routes(exchanged.passed_on), buffer)
+            exchange.work.arrive()
+            if exchange.buffer is not None:
+                self._pass_on(call.routes(exchange.exchanged.passed_on), exchange.buffer)
                 return
             signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
             self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, arriving))
-        super().arrive(call, exchanged, exchange)
+        super().arrive(exchange)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from ..gpu.driver import CudaDriver
-from ..schedule.inter_node import SendRecv
 from .engines import Exchange, StreamEngine
-from .slots import NodeCall, Place
+from .slots import Place
 
 # Of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet.
 PUT_GBS = 50.0
@@ -69,8 +68,6 @@ class NvshmemEngine(StreamEngine):
         super().send_after(mark)
         self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
 
-    def _send(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None
-    ) -> Exchange | None:
-        self.network.put(source, call.place(exchanged.sent), call.word, self._sending.cuda_stream)
-        return None
+    def _send(self, exchange: Exchange) -> None:
+        call = exchange.call
+        self.network.put(exchange.source, call.place(exchange.exchanged.sent), call.word, self._sending.cuda_stream)

@@ -300,9 +300,8 @@ class InterNodeGemmReduceScatter(_SendsResult, ChunkedGemmReduceScatter):
         topology, block, chunk = self._domain.topology, transfer.block, transfer.chunk
         if topology.local == 1:
             return self._chunk(self._partials, block, chunk), None
-        far = (
-            block // topology.local - topology.node
-        ) % topology.nodes - 1  # a sum for each far node, the following one first
+        # a sum for each far node, the following one first
+        far = (block // topology.local - topology.node) % topology.nodes - 1
         total = self._chunk(self._sums, far, chunk)
         return total, partial(self._make_sum, block, chunk, total)
 

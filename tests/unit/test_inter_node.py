@@ -67,15 +67,13 @@ class Engine:
     def at_end(self, exchanges: Any) -> None:
         pass
 
-    def start_exchange(self, call: Any, exchanged: Any, source: Any, make: Any, buffer: Any) -> int:
-        if exchanged.number == self._fails:
+    def start_exchange(self, exchange: Any) -> None:
+        if exchange.exchanged.number == self._fails:
             raise RuntimeError("out of memory")
-        self.enqueued.append(f"+{exchanged.number}")
-        return exchanged.number  # type: ignore[no-any-return]
+        self.enqueued.append(f"+{exchange.exchanged.number}")
 
-    def arrive(self, call: Any, exchanged: Any, exchange: int, buffer: Any) -> None:
-        assert exchange == exchanged.number
-        self.enqueued.append(f"-{exchange}")
+    def arrive(self, exchange: Any) -> None:
+        self.enqueued.append(f"-{exchange.exchanged.number}")
 
 
 def exchanges_of(engine: Engine, kind: Kind, count: int = 4) -> Exchanges:
