@@ -226,70 +226,46 @@ def run_pull(pull: Pull) -> None:
     pull.target.copy_(pull.source)
 
 
-class Worker:
-    """A daemon thread that runs tasks in the order in which it was given them."""
+class HostCopyEngine:
+    """A daemon thread plays the copy engine."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = 0
         self._ahead: int | None = None  # how many of these are of the next operator, where it has begun
         self._error: Exception | None = None
         self._idle = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name=f"overlap_train {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="overlap_train copy engine", daemon=True)
         self._thread.start()
 
-    def run(self, *tasks: Callable[[], None]) -> None:
-        """Enqueue them, and return."""
-        with self._idle:
-            self._pending += len(tasks)
-            self._ahead = None if self._ahead is None else self._ahead + len(tasks)
-        for task in tasks:
-            self._queue.put(task)
-
-    @torch.inference_mode()  # of this thread: what is written may be an inference tensor
+    @torch.inference_mode()  # of this thread: what is pulled may be an inference tensor
     def _work(self) -> None:
-        while (task := self._queue.get()) is not None:
+        while (copy := self._queue.get()) is not None:
             try:
-                task()
+                copy()
             except Exception as error:  # a thread cannot raise to its owner: join does
-                self._error = self._error or error
+                self._error = error
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()
-
-    def begin_ahead(self) -> None:
-        """What is enqueued from here on is the next operator's. The next `join` need not wait for it."""
-        self._ahead = 0
-
-    def join(self) -> None:
-        """Return when everything of this operator has run; raises what it raised."""
-        left, self._ahead = self._ahead or 0, None
-        with self._idle:
-            while self._pending > left:
-                self._idle.wait()
-        if self._error is not None:
-            raise self._error
-
-    def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-
-class HostCopyEngine(Worker):
-    """A daemon thread plays the copy engine."""
-
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__("copy engine")
-        self._timeout_s = timeout_s
 
     def begin(self) -> None:
         pass  # a CPU process has no streams
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
-        self.run(*[partial(run_push, route.push(source), timeout_s=self._timeout_s) for route in routes])
+        self._enqueue([partial(run_push, route.push(source), timeout_s=self._timeout_s) for route in routes])
 
     def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        self.run(*[partial(run_pull, Pull(source, target)) for source, target in zip(sources, targets, strict=True)])
+        pulls = [Pull(source, target) for source, target in zip(sources, targets, strict=True)]
+        self._enqueue([partial(run_pull, pull) for pull in pulls])
+
+    def _enqueue(self, copies: Sequence[Callable[[], None]]) -> None:
+        with self._idle:
+            self._pending += len(copies)
+            self._ahead = None if self._ahead is None else self._ahead + len(copies)
+        for copy in copies:
+            self._queue.put(copy)
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
         self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
@@ -302,3 +278,18 @@ class HostCopyEngine(Worker):
         with self._idle:
             while self._pending:
                 self._idle.wait()
+
+    def begin_ahead(self) -> None:
+        self._ahead = 0
+
+    def join(self) -> None:
+        left, self._ahead = self._ahead or 0, None
+        with self._idle:
+            while self._pending > left:
+                self._idle.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
 from ..group.domain import OverlapDomain, barrier
-from ..group.signals import FaultRecord, Tag, has_arrived, poll
+from ..group.signals import FaultRecord, Tag
 from ..group.slots import BARRIER, Call, Layout, Slot
 from ..group.span import OneNode
 from ..group.waits import BoundedWaits
@@ -34,20 +33,14 @@ from .slots import NodeCall, NodeSlot
 
 
 class NodeWaits(BoundedWaits):
-    """Waits on the host end, too, when one of another thread of this rank has failed."""
+    """The BoundedWaits of a group that spans nodes."""
 
     def __init__(
         self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: InterNodeEngine,
         launcher: Launcher | None,
     ) -> None:  # fmt: skip
         super().__init__(topology.rank, topology.world, timeout_s, fault, launcher)
-        self.topology, self._engine = topology, engine
-        self.barrier = self.barrier_in_two_steps
-
-    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[], None]) -> bool:
-        arrived = poll(lambda: has_arrived(word.item(), expected) or self._fault.failed, self.timeout_s, late=late)
-        self._fault.check()
-        return arrived
+        self.topology, self._engine, self.barrier = topology, engine, self.barrier_in_two_steps
 
     def barrier_in_two_steps(self, call: Call) -> None:
         """The rail peers meet, then the ranks of each node: who hears from a rank of the own node knows that its rail peers are
@@ -155,7 +148,7 @@ class SeveralNodes(OneNode):
         domain, topology, config = self.domain, self.domain.topology, self.domain.config
         agreement, device, fault = domain.agreement, domain.device, domain.fault
         if domain.launcher is None:
-            return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s), fault)
+            return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
         driver, budget = domain.launcher.driver, SmBudget(topology.local, config.network_sms, config.reduce_sms)
         with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
             network: NvshmemPuts | NcclTransport = NvshmemPuts(driver)

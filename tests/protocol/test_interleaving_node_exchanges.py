@@ -168,7 +168,7 @@ def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
             with domain.operator(tag_of("call"), slots=1):
                 start = core("ops.table").start_a2a_gemm
                 receiver = start(domain, plan, tag_of("call"), x)
-                landings += [landing for _, landing in receiver._exchanges._under_way]
+                landings += [exchange.buffer for exchange in receiver._exchanges._under_way]
                 receiver.received_view()
                 addresses = {tensor.data_ptr() for tensor in domain.engine._held}
             held[domain.rank] = {landing.data_ptr() for landing in landings} <= addresses, len(landings)

@@ -29,7 +29,6 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.group.copy_engine import Worker
 from overlap_train.group.domain import barrier
 from overlap_train.group.registry import domain_of, made_domain
 from overlap_train.group.signals import Tag
@@ -183,16 +182,17 @@ def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
 
 def _slow(rank: int) -> None:
     """What arrives, and what is added, comes late, on each rank at other times."""
-    put, run = GlooTransport.put, Worker.run
+    put, pass_on = GlooTransport.put, HostEngine._pass_on
 
     def slow_put(self: GlooTransport, *arguments: Any) -> None:
         time.sleep(0.02 * rank)
         put(self, *arguments)
 
-    def slow_run(self: Worker, *tasks: Callable[[], None]) -> None:
-        run(self, partial(time.sleep, 0.02 * (5 - rank)), *tasks)
+    def slow_pass_on(self: HostEngine, *arguments: Any) -> None:
+        time.sleep(0.02 * (5 - rank))
+        pass_on(self, *arguments)
 
-    GlooTransport.put, Worker.run = slow_put, slow_run  # type: ignore[method-assign] # of this process
+    GlooTransport.put, HostEngine._pass_on = slow_put, slow_pass_on  # type: ignore[method-assign] # of this process
 
 
 def test_the_same_bits_whoever_is_late() -> None:
