@@ -23,7 +23,6 @@ from ..select.sm_budget import SmBudget, in_words
 from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
-from ..symmetric.host import Offer, Place
 from .engines import InterNodeEngine
 from .gloo import GlooTransport, HostEngine
 from .measure import connect
@@ -166,11 +165,11 @@ class SeveralNodes(OneNode):
             opened.pop_all()
         return engine
 
-    def new_memory(self, layout: Layout, offer: Offer | None, all_told: list[Place]) -> tuple[SymmetricHeap, Workspace]:
+    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
         domain, topology, engine = self.domain, self.domain.topology, self.engine()
         node = topology.ranks_of(topology.node)
         nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes
-        heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem, offer, all_told)
+        heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem)
         if isinstance(engine, HostEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})
         elif isinstance(engine, NvshmemEngine):

@@ -9,7 +9,6 @@ Its collective calls wait without end for a rank that does not come. Ranks agree
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from .agreement import Agreement, OverlapMismatchError, OverlapTimeoutError, allocated, on_all_ranks
 from .bounded import Callers, bounded
+from .heap import SymmetricHeap
 
 _START, _ALLOCATE = "overlap_train: start NVSHMEM", "overlap_train: allocate NVSHMEM memory"
 _OPEN = "overlap_train: open NVSHMEM memory"
@@ -36,22 +36,20 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
     return not _worlds or _worlds[0].ranks == _ranks(group, ranks)
 
 
-class NvshmemHeap:
-    """The SymmetricHeap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; the others have no
-    view.
+class NvshmemHeap(SymmetricHeap):
+    """A heap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; only they are mapped.
 
     The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
-    between its nodes (puts.py), too.
+    between its nodes (nodes/nvshmem.py), too.
     """
-
-    provider = "nvshmem"
 
     def __init__(
         self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
     ) -> None:
         everyone = range(agreement.world_size)
         ranks, world = ranks or everyone, everyone if carries else ranks or everyone
-        self._nvshmem, self._first, self._world_first = _world(agreement, device, world), ranks.start, world.start
+        super().__init__("nvshmem", [], ranks.start)
+        self._nvshmem, self._world_first = _world(agreement, device, world), world.start
         self._callers = agreement.callers(world)
         agreement.barrier(_ALLOCATE)
         self._memory = allocated(partial(self._new, nbytes), nbytes, agreement, _ALLOCATE)
@@ -83,11 +81,8 @@ class NvshmemHeap:
                 f"(--overlap-train-node-ranks)"
             ) from error
 
-    def view(self, rank: int) -> torch.Tensor:
-        return self._views[rank - self._first]
-
     def close(self) -> None:
-        self._views = []
+        super().close()
         with bounded("overlap_train: free NVSHMEM memory", self._callers):
             self._nvshmem.free_tensor(self._memory)
         del self._memory
@@ -111,45 +106,33 @@ def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
 
 def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     """nvshmem.core, initialised over these ranks of the agreement's group. Collective over the group."""
-    prepared = on_all_ranks(partial(_prepared, agreement, device, members), agreement, _START)
-    uid = agreement.exchange(prepared.uid, _START)[members.start]  # by all: another node may have its world already
-    on_all_ranks(partial(_start, prepared, uid), agreement, _START)
-    return prepared.core
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What a rank needs to join NVSHMEM's world. core: nvshmem.core. chip: of cuda.core. rank: within the world. uid: the world's
-    id on its first rank, before it is initialised."""
-
-    core: Any
-    chip: Any
-    rank: int
-    callers: Callers
-    uid: Any
-
-
-def _prepared(agreement: Agreement, device: torch.device, members: range) -> _Prepared:
-    import nvshmem.core
-    from cuda.core import Device
-
-    ranks = _ranks(agreement.group, members)
-    if _worlds and _worlds[0].ranks != ranks:
-        raise ValueError(
-            f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_worlds[0].ranks)}, and NVSHMEM "
-            f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
-        )
     rank = agreement.rank - members.start
-    uid = nvshmem.core.get_unique_id() if rank == 0 and not _worlds else None
-    return _Prepared(nvshmem.core, Device(device.index), rank, agreement.callers(members), uid)
 
+    def prepare() -> tuple[Any, Any, Any]:
+        """(nvshmem.core, the GPU of cuda.core, the world's id on its first rank, where there is no world yet)."""
+        import nvshmem.core
+        from cuda.core import Device
 
-def _start(prepared: _Prepared, uid: Any) -> None:
-    """Initialise NVSHMEM, if this process has not yet."""
-    if _worlds:
-        return
-    prepared.chip.set_current()
-    nranks, callers = len(prepared.callers.ranks), prepared.callers
-    with bounded(_START, callers):
-        prepared.core.init(device=prepared.chip, uid=uid, rank=prepared.rank, nranks=nranks, initializer_method="uid")
-    _worlds.append(callers)  # also where a peer could not join: this process can have no other
+        ranks = _ranks(agreement.group, members)
+        if _worlds and _worlds[0].ranks != ranks:
+            raise ValueError(
+                f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_worlds[0].ranks)}, and "
+                f"NVSHMEM allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
+            )
+        uid = nvshmem.core.get_unique_id() if rank == 0 and not _worlds else None
+        return nvshmem.core, Device(device.index), uid
+
+    core, gpu, uid = on_all_ranks(prepare, agreement, _START)
+    uid = agreement.exchange(uid, _START)[members.start]  # by all: another node may have its world already
+
+    def start() -> None:
+        if _worlds:
+            return
+        gpu.set_current()
+        callers = agreement.callers(members)
+        with bounded(_START, callers):
+            core.init(device=gpu, uid=uid, rank=rank, nranks=len(members), initializer_method="uid")
+        _worlds.append(callers)  # also where a peer could not join: this process can have no other
+
+    on_all_ranks(start, agreement, _START)
+    return core

@@ -1,0 +1,23 @@
+"""What every provider of symmetric memory returns."""
+
+from __future__ import annotations
+
+import torch
+
+
+class SymmetricHeap:
+    """Zeroed bytes on every rank of a group, each mapped into every rank; of a group of several nodes, into those of its node.
+
+    provider: its name. views: uint8 [nbytes] of each mapped rank, the first of which is `first`.
+    """
+
+    def __init__(self, provider: str, views: list[torch.Tensor], first: int) -> None:
+        self.provider, self._views, self._first = provider, views, first
+
+    def view(self, rank: int) -> torch.Tensor:
+        """uint8 [nbytes]: the memory of group rank `rank`, as seen from this process."""
+        return self._views[rank - self._first]
+
+    def close(self) -> None:
+        """Give the memory back. Collective over the group for nvshmem. Views must not be used afterwards."""
+        self._views = []
