@@ -52,9 +52,9 @@ def heap_by(
     if provider == "host":
         return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size))
     if provider == "nvshmem" and (carries or ranks is None or len(ranks) > 1):
-        from .nvshmem import NvshmemHeap
+        from .nvshmem import open_nvshmem_heap
 
-        return NvshmemHeap(agreement, nbytes, device, ranks, carries)
+        return open_nvshmem_heap(agreement, nbytes, device, ranks, carries)
     from .torch_symm import open_torch_heap
 
     return open_torch_heap(agreement, nbytes, device, ranks)

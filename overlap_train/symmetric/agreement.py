@@ -1,14 +1,7 @@
-"""Questions to the job's key-value store: answered in time, or given up.
+"""What the ranks of a group tell each other outside the hot path, within a time limit, through the job's key-value store.
 
-torch waits without end for a store whose process is stopped, whatever time-out the store has: torch 2.11 waited 25 s, until the
-process went on, for one with a time-out of 5. Where the process is dead, torch raises at once.
-
-Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
-
-A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named.
-
-What all ranks of a group have, or none of them: memory, a library that has started, a mapping. One that has not is named on
-every rank.
+A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named. What all
+ranks have, or none of them (memory, a library that has started, a mapping), raises on all where one has not.
 """
 
 from __future__ import annotations
@@ -33,11 +26,8 @@ T = TypeVar("T")
 
 
 def answer(ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns or raises. It runs in a thread of its own, which is left behind where no answer comes.
-
-    Raises:
-        TimeoutError: no answer came in time.
-    """
+    """What `ask` returns or raises, or TimeoutError. It runs in a thread of its own, which is left behind where no answer comes:
+    torch 2.11 waits without end for a store whose process is stopped, whatever its time-out. For a dead one it raises at once."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -161,9 +151,8 @@ class Agreement:
         return count
 
     def _answer(self, ask: Callable[[threading.Event], T], what: str) -> T:
-        """What `ask` returns. It gets an event that is set when nobody waits for it any more: the store does not answer, or
-        Ctrl-C has ended the wait. The thread that asks is left behind then. It takes back what it has told, before another one
-        of this rank asks."""
+        """What `ask` returns. It gets an event that is set when nobody waits for it any more, after Ctrl-C, too. Then it takes
+        back what it has told, before another thread of this rank asks."""
         given_up = threading.Event()
 
         def in_turn() -> T:
@@ -227,9 +216,7 @@ class Agreement:
 def on_all_ranks(
     make: Callable[[], T], agreement: Agreement, what: str, undo: Callable[[T], object] = lambda made: None
 ) -> T:
-    """What `make` returns, if it returns on every rank. Collective.
-
-    what: what the ranks do here, for errors. undo: ends what was made where another rank could not make it.
+    """What `make` returns, if it returns on every rank; `undo` ends it otherwise. Collective. what: see Agreement.exchange.
 
     Raises:
         RuntimeError: on every rank, if one of them raised, with what that one said.
@@ -249,11 +236,7 @@ def on_all_ranks(
 
 
 def allocated(make: Callable[[], torch.Tensor], nbytes: int, agreement: Agreement, what: str) -> torch.Tensor:
-    """The memory that `make` returns, of `nbytes` bytes. Collective. what: what the ranks do here, for errors.
-
-    Raises:
-        RuntimeError: on every rank, if one of them has no room.
-    """
+    """on_all_ranks of memory of `nbytes` bytes: where there is no room, with the way out."""
 
     def make_or_say_why() -> torch.Tensor:
         try:

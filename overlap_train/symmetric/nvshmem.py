@@ -9,7 +9,6 @@ Its collective calls wait without end for a rank that does not come. Ranks agree
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,56 +35,54 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
     return not _worlds or _worlds[0].ranks == _ranks(group, ranks)
 
 
-class NvshmemHeap(SymmetricHeap):
+def open_nvshmem_heap(
+    agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
+) -> SymmetricHeap:
     """A heap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; only they are mapped.
 
     The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
     between its nodes (nodes/nvshmem.py), too.
     """
+    everyone = range(agreement.world_size)
+    ranks, world = ranks or everyone, everyone if carries else ranks or everyone
+    core, callers = _world(agreement, device, world), agreement.callers(world)
 
-    def __init__(
-        self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
-    ) -> None:
-        everyone = range(agreement.world_size)
-        ranks, world = ranks or everyone, everyone if carries else ranks or everyone
-        super().__init__("nvshmem", [], ranks.start)
-        self._nvshmem, self._world_first = _world(agreement, device, world), world.start
-        self._callers = agreement.callers(world)
-        agreement.barrier(_ALLOCATE)
-        self._memory = allocated(partial(self._new, nbytes), nbytes, agreement, _ALLOCATE)
-        try:
-            self._views = on_all_ranks(partial(self._mapped, ranks, agreement.rank, device), agreement, _OPEN)
-        except (OverlapTimeoutError, OverlapMismatchError):  # NVSHMEM would wait for the others while it frees
-            raise
-        except RuntimeError:
-            self.close()
-            raise
+    def new() -> torch.Tensor:
+        with bounded(_ALLOCATE, callers):
+            memory: torch.Tensor = core.bytetensor((nbytes,), dtype=torch.uint8)
+        return memory.zero_()
 
-    def _mapped(self, ranks: range, own: int, device: torch.device) -> list[torch.Tensor]:
-        views = [self._memory if rank == own else self._peer(self._memory, rank) for rank in ranks]
+    agreement.barrier(_ALLOCATE)
+    memory = allocated(new, nbytes, agreement, _ALLOCATE)
+
+    def free() -> None:
+        with bounded("overlap_train: free NVSHMEM memory", callers):
+            core.free_tensor(memory)
+
+    def views_of_all() -> list[torch.Tensor]:
+        views = [memory if rank == agreement.rank else _peer(core, memory, rank, world.start) for rank in ranks]
         torch.cuda.synchronize(device)
         return views
 
-    def _new(self, nbytes: int) -> torch.Tensor:
-        with bounded(_ALLOCATE, self._callers):
-            memory: torch.Tensor = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
-        return memory.zero_()
+    try:
+        views = on_all_ranks(views_of_all, agreement, _OPEN)
+    except (OverlapTimeoutError, OverlapMismatchError):  # NVSHMEM would wait for the others while it frees
+        raise
+    except RuntimeError:
+        free()
+        raise
+    return SymmetricHeap("nvshmem", views, ranks.start, free=free)
 
-    def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
-        try:
-            return self._nvshmem.get_peer_tensor(memory, rank - self._world_first)
-        except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
-            raise ValueError(
-                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
-                f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
-                f"(--overlap-train-node-ranks)"
-            ) from error
 
-    def close(self) -> None:
-        super().close()
-        with bounded("overlap_train: free NVSHMEM memory", self._callers):
-            self._nvshmem.free_tensor(self._memory)
-        del self._memory
+def _peer(core: Any, memory: torch.Tensor, rank: int, world_first: int) -> torch.Tensor:
+    try:
+        return core.get_peer_tensor(memory, rank - world_first)
+    except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
+        raise ValueError(
+            f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
+            f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
+            f"(--overlap-train-node-ranks)"
+        ) from error
 
 
 def finalize() -> None:

@@ -21,18 +21,6 @@ _ALLOCATE = "overlap_train: allocate torch symmetric memory"
 _OPEN = "overlap_train: open torch symmetric memory"
 
 
-class TorchHeap(SymmetricHeap):
-    """A heap of torch's symmetric memory. handle, group: they keep it mapped; torch's register does not."""
-
-    def __init__(self, views: list[torch.Tensor], first: int, handle: Any, group: dist.ProcessGroup) -> None:
-        super().__init__("torch", views, first)
-        self._handle, self._group = handle, group
-
-    def close(self) -> None:
-        super().close()
-        del self._handle, self._group
-
-
 def open_torch_heap(
     agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None
 ) -> SymmetricHeap:
@@ -48,7 +36,8 @@ def open_torch_heap(
         group = on_all_ranks(partial(_group_of, agreement, ranks), agreement, _OPEN)
     mapped = partial(_mapped, memory, group.group_name, agreement.callers(ranks))
     handle, views = on_all_ranks(mapped, agreement, _OPEN)
-    return TorchHeap(views, 0 if ranks is None else ranks.start, handle, group)
+    keeps = handle, group  # torch's register does not
+    return SymmetricHeap("torch", views, 0 if ranks is None else ranks.start, keeps)
 
 
 def _zeros(empty: Callable[..., torch.Tensor], nbytes: int, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train.symmetric import nvshmem, open_heap, torch_symm
+from overlap_train.symmetric import SymmetricHeap, nvshmem, open_heap, torch_symm
 from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError, on_all_ranks
 from overlap_train.symmetric.bounded import Callers
 
@@ -93,8 +93,8 @@ def limits_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, C
     return limits
 
 
-def opened(ranks: Any) -> nvshmem.NvshmemHeap:
-    return nvshmem.NvshmemHeap(ranks, 16, CPU)
+def opened(ranks: Any) -> SymmetricHeap:
+    return nvshmem.open_nvshmem_heap(ranks, 16, CPU)
 
 
 def test_what_one_rank_raised_raises_on_all_in_its_words() -> None:
