@@ -11,7 +11,7 @@ import torch
 from ..config import OverlapConfig, flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
-from ..group.domain import OverlapDomain, barrier
+from ..group.domain import barrier
 from ..group.signals import FaultRecord, Tag
 from ..group.slots import BARRIER, Call, Layout, Slot
 from ..group.span import OneNode
@@ -89,10 +89,14 @@ class SeveralNodes(OneNode):
     reach = "nodes"  # of TABLE in ops/table.py
     graphs = False  # the host watches exchanges
 
-    def __init__(self, domain: OverlapDomain) -> None:
-        super().__init__(domain)
-        self.by_nvshmem = domain.on_gpu and domain.config.network == "nvshmem"
-        self.staged_blocks = int(self.by_nvshmem)
+    @property
+    def by_nvshmem(self) -> bool:
+        """Whether NVSHMEM carries data between the nodes."""
+        return self.domain.on_gpu and self.domain.config.network == "nvshmem"
+
+    @property
+    def staged_blocks(self) -> int:  # type: ignore[override]
+        return int(self.by_nvshmem)
 
     @property
     def is_connected(self) -> bool:  # type: ignore[override]
