@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from ..schedule.order import Topology
 from ..schedule.transfers import Transfers
 from ..symmetric.agreement import Agreement, on_all_ranks
 from .slots import NodeCall
+
+if TYPE_CHECKING:
+    from .exchanges import Exchanges
 
 T = TypeVar("T")
 CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors
@@ -67,14 +70,6 @@ class Exchange:
     make: Callable[[], None] | None = None
     buffer: torch.Tensor | None = None
     work: Any = None
-
-
-class Started(Protocol):
-    """A call whose exchanges have begun (exchanges.py)."""
-
-    def go_ahead(self, done: int, parts: int) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def connect_rail_peers(
@@ -118,9 +113,9 @@ class InterNodeEngine(CopyEngine, ABC):
     network: Any  # its transport
 
     def __init__(self) -> None:
-        self._unfinished: list[Started] = []
+        self._unfinished: list[Exchanges] = []
 
-    def at_end(self, call: Started) -> None:
+    def at_end(self, call: Exchanges) -> None:
         """Let `finish_started` finish a call, at the latest in `join`: peers may need what nobody here has waited for."""
         self._unfinished.append(call)
 

@@ -52,7 +52,6 @@ from .slots import NodeCall
 
 
 def engine_of(domain: OverlapDomain) -> InterNodeEngine:
-    """The engine of a domain whose nodes are connected."""
     assert isinstance(domain.engine, InterNodeEngine)
     return domain.engine
 
