@@ -3,8 +3,8 @@
     sending     adds up partial sums, where there are any, and starts what goes to other nodes, in order
     arriving    waits for what has come from other nodes, and passes it on inside the node
 
-These two are streams on GPUs, threads of CPU processes. Nothing else waits for the network but the products that need it, and
-they as inside a node. The operators enqueue the same steps for every engine:
+These two are streams on GPUs; in CPU processes the caller does both. Nothing else waits for the network but the products that
+need it, and they as inside a node. The operators enqueue the same steps for every engine:
 
     HostEngine       CPU processes, by gloo (gloo.py): a piece, then its signal, go into the heap of the rank that they are for
     NvshmemEngine    GPUs, by NVSHMEM (nvshmem.py): the same. Nobody has to say what it expects
