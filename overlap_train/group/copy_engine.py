@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -239,7 +240,7 @@ class HostCopyEngine:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._queue: queue.SimpleQueue[Push | Pull | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = 0
         self._ahead: int | None = None  # how many of these are of the next operator, where it has begun
         self._error: Exception | None = None
@@ -251,10 +252,7 @@ class HostCopyEngine:
     def _work(self) -> None:
         while (copy := self._queue.get()) is not None:
             try:
-                if isinstance(copy, Pull):
-                    run_pull(copy)
-                else:
-                    run_push(copy, timeout_s=self._timeout_s)
+                copy()
             except Exception as error:  # a thread cannot raise to its owner: join does
                 self._error = error
             with self._idle:
@@ -265,12 +263,13 @@ class HostCopyEngine:
         pass  # a CPU process has no streams
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
-        self._enqueue([route.push(source) for route in routes])
+        self._enqueue([partial(run_push, route.push(source), timeout_s=self._timeout_s) for route in routes])
 
     def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        self._enqueue([Pull(source, target) for source, target in zip(sources, targets, strict=True)])
+        pulls = [Pull(source, target) for source, target in zip(sources, targets, strict=True)]
+        self._enqueue([partial(run_pull, pull) for pull in pulls])
 
-    def _enqueue(self, copies: Sequence[Push | Pull]) -> None:
+    def _enqueue(self, copies: Sequence[Callable[[], None]]) -> None:
         with self._idle:
             self._pending += len(copies)
             self._ahead = None if self._ahead is None else self._ahead + len(copies)

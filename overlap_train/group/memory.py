@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ..config import flag_name
 from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
-from ..symmetric.host import Offer
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 from .slots import SLOTS, Layout, with_room
@@ -124,44 +121,33 @@ class FirstCall:
     """What one rank says about the first call.
 
     problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
-    in words. name: what its errors call the operator. offered: memory that peers may map (symmetric/host.py).
+    in words. name: what its errors call the operator.
     """
 
     problem: str | None
     request: Request
     terms: str
     name: str
-    offered: Any = None
 
 
-def ask(agreement: Agreement, mine: FirstCall, what: str) -> list[FirstCall]:
-    """Hear what all ranks say about the first call, and check it. Collective. what: what they do here, for errors.
+def agree(agreement: Agreement, mine: FirstCall, what: str) -> None:
+    """Check that all ranks say the same about the first call, and none has a problem. Collective. what: what they do here, for
+    errors.
 
     Raises:
         ValueError: they differ, or one has a problem; on every rank that came.
         OverlapTimeoutError, OverlapMismatchError: a rank did not come. Where this rank has a problem, it is a ValueError.
     """
     try:
-        said = agreement.exchange(mine, what, kind="first call")
+        all_ranks = agreement.exchange(mine, what, kind="first call")
     except (OverlapTimeoutError, OverlapMismatchError) as unheard:
         if mine.problem is None:
             raise
         raise ValueError(mine.problem) from unheard  # peers that are in a call that they know do not ask
-    _compare(agreement, said)
-    return said
-
-
-def _compare(agreement: Agreement, all_ranks: Sequence[FirstCall]) -> None:
-    """Check that all ranks say the same and none has a problem.
-
-    Raises:
-        ValueError: they do not; on every rank.
-    """
     for number, said in enumerate(all_ranks):
         if said.problem is not None:
             whose = "" if number == agreement.rank else f" (on rank {number} of {agreement.called})"
             raise ValueError(said.problem + whose)
-    mine = all_ranks[agreement.rank]
     for number, theirs in enumerate(all_ranks):
         difference = _difference(mine, theirs, f"rank {number} of {agreement.called}")
         if difference is not None:
@@ -208,22 +194,17 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
             f"neither agree nor compile; run what is captured twice before capturing it"
         )
     terms, unmet = _terms(domain, request)
-    problem, layout, offer = problem or unmet, None, None
+    problem, layout = problem or unmet, None
     capacity = capacity_of(domain)
     if problem is None and request.shares_memory and not capacity.holds(request):
         try:
             layout = capacity.grown(request, name)
-            offer = domain.span.offer(layout)
         except ValueError as error:
             problem = str(error)
-    try:
-        mine = FirstCall(problem, request, f"{terms}; {trains}", name, None if offer is None else offer.told)
-        told = ask(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
-        if layout is not None:
-            _reallocate(domain, layout, offer, [said.offered for said in told])
-    finally:
-        if offer is not None:
-            offer.close()
+    mine = FirstCall(problem, request, f"{terms}; {trains}", name)
+    agree(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
+    if layout is not None:
+        _reallocate(domain, layout)
 
 
 def may_hold(domain: OverlapDomain, request: Request) -> bool:
@@ -252,7 +233,7 @@ def _terms(domain: OverlapDomain, request: Request) -> tuple[str, str | None]:
 
 
 @torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too
-def _reallocate(domain: OverlapDomain, layout: Layout, offer: Offer | None, all_told: list[Any]) -> None:
+def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
     """Replace the heap by a larger one, once for each larger shape. Collective.
 
     The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
@@ -262,5 +243,5 @@ def _reallocate(domain: OverlapDomain, layout: Layout, offer: Offer | None, all_
         if domain.on_gpu:
             torch.cuda.synchronize(domain.device)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
-    domain.take_memory(*domain.span.new_memory(layout, offer, all_told), layout)
+    domain.take_memory(*domain.span.new_memory(layout), layout)
     barrier(domain, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not

@@ -1,11 +1,8 @@
-"""Memory that GPUs of other hosts can map: CUDA's fabric handles, where NVLink reaches across hosts (as in GB200 NVL72).
+"""Which ranks of a group form a node: those that can map each other's memory, or as many as node_ranks says.
 
-Which ranks can map each other's memory, found by trying, before any is shared. Never by host name: containers share them.
-
-CPU processes open what every other has put into a memfd. GPUs map each other's memory within one operating system, and across
-hosts by NVLink's fabric, where there is one. If GPUs of one host have no peer access, their provider of memory says so.
-
-Which ranks of a group form a node: those that can map each other's memory (reach.py), or as many as node_ranks says.
+They find that by trying, before any memory is shared; never by host name: containers share them. CPU processes open what every
+other has put into a memfd. GPUs map each other's memory within one operating system, and across hosts by CUDA's fabric handles,
+where NVLink reaches so far (GB200 NVL72). If GPUs of one host have no peer access, their provider of memory says so.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -89,27 +86,9 @@ _NAME = "overlap_train node"
 _BOOT = "/proc/sys/kernel/random/boot_id"  # drawn by the kernel when it starts: the same in all of its containers
 
 
-class Sample(Protocol):
-    """Memory of this rank that its peers may try to map. told: what peers need to try, a value that can be pickled."""
-
-    told: Any
-
-    def reaches(self, told: Any) -> bool:
-        """Whether this rank can map the sample of a peer. told: the peer's."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back, after all peers have tried."""
-        ...
-
-
-def new_sample(device: torch.device) -> Sample:
-    """A sample of the kind of memory that the group's operands are in."""
-    return HostSample() if device.type == "cpu" else GpuSample(device)
-
-
 class HostSample:
-    """A file in memory with a random token; told: process, descriptor and token."""
+    """Memory of a CPU process that its peers may try to map: a file in memory with a random token. told: what they need to try,
+    process, descriptor and token."""
 
     def __init__(self) -> None:
         self._descriptor, token = os.memfd_create(_NAME), os.urandom(16)
@@ -117,10 +96,12 @@ class HostSample:
         self.told = (os.getpid(), self._descriptor, token)
 
     def reaches(self, told: tuple[int, int, bytes]) -> bool:
+        """Whether this rank can map the sample of a peer. told: the peer's."""
         process, descriptor, token = told
         return read_token(process, descriptor) == token
 
     def close(self) -> None:
+        """Give the memory back, after all peers have tried."""
         os.close(self._descriptor)
 
 
@@ -146,11 +127,10 @@ class GpuPlace(NamedTuple):
 
 
 class GpuSample:
-    """Memory of a GPU that peers may try to map; told: a GpuPlace. If no operating system tells its id, all ranks are taken for
-    one node, as on one host."""
+    """The same of a GPU; told: a GpuPlace. If no operating system tells its id, all ranks are taken for one node, as on one
+    host."""
 
     def __init__(self, device: torch.device) -> None:
-
         self._memory = FabricMemory(device)
         self.told = GpuPlace(_boot(), self._memory.handle)
 
@@ -161,6 +141,10 @@ class GpuSample:
 
     def close(self) -> None:
         self._memory.close()
+
+
+def new_sample(device: torch.device) -> Any:
+    return HostSample() if device.type == "cpu" else GpuSample(device)
 
 
 def _boot() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from ..config import OverlapConfig, flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
 from ..group.domain import barrier
-from ..group.signals import FaultRecord, Tag, has_arrived, poll
+from ..group.signals import FaultRecord, Tag
 from ..group.slots import BARRIER, Call, Layout, Slot
 from ..group.span import OneNode
 from ..group.waits import BoundedWaits
@@ -24,7 +23,6 @@ from ..select.sm_budget import SmBudget, in_words
 from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
-from ..symmetric.host import Offer, Place
 from .engines import InterNodeEngine
 from .gloo import GlooTransport, HostEngine
 from .measure import connect
@@ -34,20 +32,14 @@ from .slots import NodeCall, NodeSlot
 
 
 class NodeWaits(BoundedWaits):
-    """Waits on the host end, too, when one of another thread of this rank has failed."""
+    """The BoundedWaits of a group that spans nodes."""
 
     def __init__(
         self, topology: Topology, timeout_s: float, fault: FaultRecord, engine: InterNodeEngine,
         launcher: Launcher | None,
     ) -> None:  # fmt: skip
         super().__init__(topology.rank, topology.world, timeout_s, fault, launcher)
-        self.topology, self._engine = topology, engine
-        self.barrier = self.barrier_in_two_steps
-
-    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[float], None]) -> bool:
-        arrived = poll(lambda: has_arrived(word.item(), expected) or self._fault.failed, self.timeout_s, late=late)
-        self._fault.check()
-        return arrived
+        self.topology, self._engine, self.barrier = topology, engine, self.barrier_in_two_steps
 
     def barrier_in_two_steps(self, call: Call) -> None:
         """The rail peers meet, then the ranks of each node: who hears from a rank of the own node knows that its rail peers are
@@ -97,13 +89,6 @@ class SeveralNodes(OneNode):
     reach = "nodes"  # of TABLE in ops/table.py
     graphs = False  # the host watches exchanges
 
-    def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
-        engine = self.domain.engine
-        if started is None or not started.slots or not started.sm_margin:
-            return nullcontext()
-        assert isinstance(engine, InterNodeEngine)
-        return engine.products(started.sm_margin)
-
     @property
     def by_nvshmem(self) -> bool:
         """Whether NVSHMEM carries data between the nodes."""
@@ -111,15 +96,26 @@ class SeveralNodes(OneNode):
 
     @property
     def staged_blocks(self) -> int:  # type: ignore[override]
-        """How many blocks of symmetric memory a rank holds beside its slots, to send from."""
         return int(self.by_nvshmem)
 
-    def provider(self) -> str:
-        """The name of the provider of the domain's symmetric memory.
+    @property
+    def is_connected(self) -> bool:  # type: ignore[override]
+        return isinstance(self.domain.engine, InterNodeEngine)
 
-        Raises:
-            ValueError: it cannot serve the group, or carry data between its nodes.
-        """
+    @property
+    def network_gbs(self) -> float:  # type: ignore[override]
+        """GB/s that the network carries in each direction, the same on all ranks. Measured where NCCL connects the nodes."""
+        engine = self.domain.engine
+        return engine.gbs if isinstance(engine, InterNodeEngine) else 0.0
+
+    def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
+        engine = self.domain.engine
+        if started is None or not started.slots or not started.sm_margin:
+            return nullcontext()
+        assert isinstance(engine, InterNodeEngine)
+        return engine.products(started.sm_margin)
+
+    def provider(self) -> str:
         domain, topology = self.domain, self.domain.topology
         node = None if self.by_nvshmem else topology.ranks_of(topology.node)
         provider = resolve_provider(domain.group, domain.config.provider, domain.device, node)
@@ -129,17 +125,6 @@ class SeveralNodes(OneNode):
                 f"nvshmem4py, leave NVSHMEM's one world to this group, or use network='nccl' ({flag_name('network')})"
             )
         return provider
-
-    @property
-    def is_connected(self) -> bool:  # type: ignore[override]
-        """Whether the nodes are connected."""
-        return isinstance(self.domain.engine, InterNodeEngine)
-
-    @property
-    def network_gbs(self) -> float:  # type: ignore[override]
-        """GB/s that the network carries in each direction, the same on all ranks. Measured where NCCL connects the nodes."""
-        engine = self.domain.engine
-        return engine.gbs if isinstance(engine, InterNodeEngine) else 0.0
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
         """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
@@ -163,40 +148,32 @@ class SeveralNodes(OneNode):
         return engine
 
     def _new_engine(self) -> InterNodeEngine:
-        domain, topology = self.domain, self.domain.topology
+        domain, topology, config = self.domain, self.domain.topology, self.domain.config
+        agreement, device, fault = domain.agreement, domain.device, domain.fault
         if domain.launcher is None:
-            timeout_s = domain.config.timeout_s
-            return HostEngine(timeout_s, GlooTransport(domain.agreement, topology, timeout_s), domain.fault)
-        device, driver, fault = domain.device, domain.launcher.driver, domain.fault
-        if self.by_nvshmem:
-            sms = self._sms_of_sums(PUT_GBS, 0)
-            return NvshmemEngine(device, driver, NvshmemPuts(driver), fault, Blas(device), sms)
-        by = partial(NcclTransport, domain.agreement, topology, device, domain.config.timeout_s, fault)
-        nccl, gbs = connect(domain.agreement, topology, device, self._budget, by, fault)
+            return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
+        driver, budget = domain.launcher.driver, SmBudget(topology.local, config.network_sms, config.reduce_sms)
         with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
-            opened.callback(nccl.close, orderly=False)
-            sms = self._sms_of_sums(gbs, nccl.sms)
-            engine = NcclEngine(device, driver, nccl, fault, Blas(device), sms, gbs)
+            network: NvshmemPuts | NcclTransport = NvshmemPuts(driver)
+            gbs = PUT_GBS
+            if not self.by_nvshmem:
+                by = partial(NcclTransport, agreement, topology, device, config.timeout_s, fault)
+                network, gbs = connect(agreement, topology, device, budget, by, fault)
+                opened.callback(network.close, orderly=False)
+            sms = budget.for_sums(network.sms, gbs, System.of(device).sum_sm_gbs)
+            say_on_rank_0(domain.rank, in_words(network.sms, sms))
+            if self.by_nvshmem:
+                engine: InterNodeEngine = NvshmemEngine(device, driver, network, fault, Blas(device), sms)
+            else:
+                engine = NcclEngine(device, driver, network, fault, Blas(device), sms, gbs)
             opened.pop_all()
         return engine
 
-    @property
-    def _budget(self) -> SmBudget:
-        config = self.domain.config
-        return SmBudget(self.domain.topology.local, config.network_sms, config.reduce_sms)
-
-    def _sms_of_sums(self, wire_gbs: float, network: int) -> int:
-        """The SMs of the sum of a node, beside NCCL's `network`. Rank 0 prints what all communication holds."""
-        sms = self._budget.for_sums(network, wire_gbs, System.of(self.domain.device).sum_sm_gbs)
-        say_on_rank_0(self.domain.rank, in_words(network, sms))
-        return sms
-
-    def new_memory(self, layout: Layout, offer: Offer | None, all_told: list[Place]) -> tuple[SymmetricHeap, Workspace]:
-        """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
+    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
         domain, topology, engine = self.domain, self.domain.topology, self.engine()
         node = topology.ranks_of(topology.node)
         nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes
-        heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem, offer, all_told)
+        heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem)
         if isinstance(engine, HostEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})
         elif isinstance(engine, NvshmemEngine):

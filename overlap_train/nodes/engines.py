@@ -3,9 +3,8 @@
     sending     adds up partial sums, where there are any, and starts what goes to other nodes, in order
     arriving    waits for what has come from other nodes, and passes it on inside the node
 
-These two are streams on GPUs, threads of CPU processes. Nothing else waits for the network but the products that need it, and
-they as inside a node. Where one hardware queue serves all streams, what stands at its head holds up the rest:
-schedule/inter_node.py says what is enqueued when. The operators enqueue the same steps for every engine:
+These two are streams on GPUs; in CPU processes the caller does both. Nothing else waits for the network but the products that
+need it, and they as inside a node. The operators enqueue the same steps for every engine:
 
     HostEngine       CPU processes, by gloo (gloo.py): a piece, then its signal, go into the heap of the rank that they are for
     NvshmemEngine    GPUs, by NVSHMEM (nvshmem.py): the same. Nobody has to say what it expects
@@ -22,9 +21,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..gpu.driver import Blas, CudaDriver
 from ..gpu.launch import Launch
@@ -35,8 +35,13 @@ from ..schedule.inter_node import SendRecv, send_recvs
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology
 from ..schedule.transfers import Transfers
+from ..symmetric.agreement import Agreement, on_all_ranks
 from .slots import NodeCall
 
+if TYPE_CHECKING:
+    from .exchanges import Exchanges
+
+T = TypeVar("T")
 CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors
 
 MOST_MARKED = 3  # products that are enqueued before what sends them: at most two, and the one that is sent next
@@ -50,30 +55,52 @@ class Piece:
     word: torch.Tensor
 
 
-class Exchange(Protocol):
-    """A piece that is sent, and one that is received, under way."""
+@dataclass
+class Exchange:
+    """A piece that is sent, and one that is received.
 
-    def arrive(self) -> None:
-        """Hold the current stream until the received piece is there, and until the one sent may be written over."""
-        ...
+    make: fills `source`, in the order of what is sent; None: it is filled. buffer: where to receive what is for another rank of
+    this node, once all that `arrive` was called for is passed on; None: in its place in the own slot. work: what a transport
+    returned.
+    """
+
+    call: NodeCall
+    exchanged: SendRecv
+    source: torch.Tensor
+    make: Callable[[], None] | None = None
+    buffer: torch.Tensor | None = None
+    work: Any = None
 
 
-class Started(Protocol):
-    """A call whose exchanges have begun (exchanges.py)."""
+def connect_rail_peers(
+    agreement: Agreement,
+    topology: Topology,
+    library: str,
+    connect: Callable[[dist.Store], T],
+    end: Callable[[T], object],
+) -> T:
+    """What `connect` makes of a store that this rank shares with its rail peers; on all ranks, or it is ended. Collective."""
+    agreement.barrier(CONNECT)  # counted in the name of the store: ranks that try again meet in a new one
+    # Of no other group: one that could not be connected has left its addresses behind.
+    store = agreement.store_of(agreement.name_of(f"network/{topology.rank % topology.local}"))
 
-    def go_ahead(self, done: int, parts: int) -> None: ...
+    def make() -> T:
+        try:
+            return connect(store)
+        except Exception as failure:
+            first = str(failure).splitlines()[0]
+            setting = f"{library.upper()}_SOCKET_IFNAME"
+            raise RuntimeError(
+                f"{library} could not connect it with its peers in other nodes ({first}); see {setting}"
+            ) from failure
 
-    def finish(self) -> None: ...
-
-
-class Put:
-    """An Exchange of which this rank need not wait for anything: who reads what comes waits for its signal."""
-
-    def arrive(self) -> None: ...
+    return on_all_ranks(make, agreement, CONNECT, end)
 
 
 class InterNodeEngine(CopyEngine, ABC):
     """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on.
+
+    What it does by itself is what CPU processes need: there the caller's work is done when it is told of it.
 
     needs_buffers: whether what is for another rank of this node comes to this one first. reduce_sms: that the sum of this node's
     partials may hold; in nodes of one rank there is none. gbs: GB/s that the network carries in each direction, if that was
@@ -86,9 +113,9 @@ class InterNodeEngine(CopyEngine, ABC):
     network: Any  # its transport
 
     def __init__(self) -> None:
-        self._unfinished: list[Started] = []
+        self._unfinished: list[Exchanges] = []
 
-    def at_end(self, call: Started) -> None:
+    def at_end(self, call: Exchanges) -> None:
         """Let `finish_started` finish a call, at the latest in `join`: peers may need what nobody here has waited for."""
         self._unfinished.append(call)
 
@@ -113,20 +140,18 @@ class InterNodeEngine(CopyEngine, ABC):
         """Scope of library products that run beside the network's kernels."""
         return nullcontext()
 
-    @abstractmethod
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue pushes of what a kernel that has been launched writes into `source`, each after its counter."""
+        self.push(source, routes)
 
-    @abstractmethod
     def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
         """Hold what sends until a kernel has stored so many tiles of a chunk. Of a kernel that has been launched: what stood
         before it in its hardware queue would wait for good."""
 
-    @abstractmethod
     def mark(self) -> int:
         """What the caller has computed so far, for `send_after`: until MOST_MARKED marks later."""
+        return 0
 
-    @abstractmethod
     def send_after(self, mark: int) -> None:
         """Let what is sent from now on leave after what is marked."""
 
@@ -135,22 +160,13 @@ class InterNodeEngine(CopyEngine, ABC):
         self.send_after(self.mark())
 
     @abstractmethod
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        """Start to send `source`, and to receive, after what was started before.
-
-        make: fills `source`, in the order of what is sent. buffer: where to receive what is for another rank, once all that
-        `arrive` was called for is passed on; None: in its place in the own slot.
-        """
+    def start_exchange(self, exchange: Exchange) -> None:
+        """Start to send, and to receive, after what was started before."""
 
     @abstractmethod
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
-    ) -> None:
-        """Let an exchange arrive. After it its chunk has a signal (rule 1: data first), and is passed on inside the node.
-        buffer: as for `start_exchange`; who reads what came there compares its word."""
+    def arrive(self, exchange: Exchange) -> None:
+        """Let its data arrive. After them its chunk has a signal (rule 1: data first), and is passed on in the node. Who reads
+        what came into a buffer compares its word."""
 
     @abstractmethod
     def add(
@@ -161,9 +177,15 @@ class InterNodeEngine(CopyEngine, ABC):
         sms: that it may hold; 0: all, with the same bits.
         """
 
-    @abstractmethod
     def barrier(self, call: NodeCall, topology: Topology) -> None:
-        """Tell all rail peers that this rank has come: chunk 0 of its block, without data."""
+        """Tell all rail peers that this rank has come: chunk 0 of its block, without data; and let their words arrive."""
+        nothing = call.blocks.flatten()[:0]
+        turns = [replace(turn, passed_on=Transfers(())) for turn in send_recvs(Kind.AG_GEMM, topology, chunks=1)]
+        self.send_after_this()
+        exchanges = [Exchange(call, turn, nothing) for turn in turns]
+        for step in (self.start_exchange, self.arrive):
+            for exchange in exchanges:
+                step(exchange)
 
 
 def add_blocks(
@@ -233,37 +255,33 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     def send_after(self, mark: int) -> None:
         self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))
 
-    def start_exchange(
-        self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, make: Callable[[], None] | None = None,
-        buffer: torch.Tensor | None = None,
-    ) -> Exchange:  # fmt: skip
-        self._held.append(source)
-        if buffer is not None:
-            self._held.append(buffer)
+    def start_exchange(self, exchange: Exchange) -> None:
+        self._held.append(exchange.source)
+        if exchange.buffer is not None:
+            self._held.append(exchange.buffer)
             self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
         with self._driver.in_stream(self._sending):
-            if make is not None:
-                make()
-            return self._send(call, exchanged, source, buffer)
+            if exchange.make is not None:
+                exchange.make()
+            self._send(exchange)
 
     @abstractmethod
-    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
+    def _send(self, exchange: Exchange) -> None:
         """Enqueue an exchange in the current stream."""
+
+    def arrive(self, exchange: Exchange) -> None:
+        call, exchanged = exchange.call, exchange.exchanged
+        if exchanged.passes_on:
+            with self._driver.in_stream(self._arriving):
+                # Bounded, and it notices a rail peer that is in another call.
+                call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
+                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         start, stream = source.data_ptr(), self._arriving.cuda_stream
         for route in routes:
             self._driver.check(self._driver.copy(route.place, start + route.offset, route.nbytes, stream))
             self._driver.check(self._driver.copy(route.signal_at, route.epoch_at, 8, stream))
-
-    def barrier(self, call: NodeCall, topology: Topology) -> None:
-        """And let their words arrive."""
-        nothing = call.blocks.flatten()[:0]
-        turns = send_recvs(Kind.AG_GEMM, topology, chunks=1)
-        self.send_after_this()
-        exchanges = [self.start_exchange(call, turn, nothing) for turn in turns]
-        for turn, exchange in zip(turns, exchanges, strict=True):
-            self.arrive(call, replace(turn, passed_on=Transfers(())), exchange)
 
     def begin_ahead(self) -> None:
         """Begin the next operator, once the running one's exchanges are all enqueued: before the next one is sent, its slot may

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from ..gpu.driver import CudaDriver
-from ..schedule.inter_node import SendRecv
-from .engines import Exchange, Put, StreamEngine
-from .slots import NodeCall, Place
+from .engines import Exchange, StreamEngine
+from .slots import Place
 
-PUT_GBS = (
-    50.0  # of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet
-)
+# Of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet.
+PUT_GBS = 50.0
 _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 
@@ -70,17 +68,6 @@ class NvshmemEngine(StreamEngine):
         super().send_after(mark)
         self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
 
-    def _send(self, call: NodeCall, exchanged: SendRecv, source: torch.Tensor, buffer: torch.Tensor | None) -> Exchange:
-        self.network.put(source, call.place(exchanged.sent), call.word, self._sending.cuda_stream)
-        return Put()
-
-    def arrive(
-        self, call: NodeCall, exchanged: SendRecv, exchange: Exchange, buffer: torch.Tensor | None = None
-    ) -> None:
-        received = exchanged.received
-        if exchanged.passes_on:
-            with self._driver.in_stream(self._arriving):
-                call.wait_chunk(
-                    received.fills, received.chunk
-                )  # bounded, and it notices a peer that is in another call
-                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
+    def _send(self, exchange: Exchange) -> None:
+        call = exchange.call
+        self.network.put(exchange.source, call.place(exchange.exchanged.sent), call.word, self._sending.cuda_stream)

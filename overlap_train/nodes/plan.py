@@ -11,10 +11,9 @@ from ..config import OverlapConfig, flag_name
 from ..ops.plan import EnginePlan, Planner
 from ..schedule.inter_node import SendRecv, send_recvs, transfers_of
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology
 from ..schedule.transfers import Transfers
 from ..select.choose import Choice
-from ..select.method import CHUNK_COUNTS, Method
+from ..select.method import Method
 from ..select.passes import Pass
 from ..select.tiling import blocks_together
 from .choice import network_chunks_of
@@ -26,7 +25,7 @@ class InterNodePlan(EnginePlan):
 
     send_recvs: what goes to other nodes, each with what comes meanwhile. send_sms, reduce_sms, wait_sms: the SMs that NCCL has,
     sums of this node's partials, and waits of one CTA; products leave all of these. together: blocks that A2A + GEMM multiplies
-    at once. by_rows: whether it multiplies some rows of two ranks' blocks at once, side by side.
+    at once.
     """
 
     nodes: int = 1
@@ -35,7 +34,6 @@ class InterNodePlan(EnginePlan):
     reduce_sms: int = 0
     wait_sms: int = 0
     together: int = 1
-    by_rows: bool = False
 
     inside_node = False
 
@@ -84,7 +82,6 @@ class InterNodePlanner(Planner):
             # added: a few at once, which fit on one SM.
             wait_sms=int(Method(plan.method).multiplies),
             together=blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
-            by_rows=plan.method == "chunked" and pays_by_rows(plan.kind, topology, plan.chunks),
         )
 
     def sent_again(self, fprop: EnginePlan) -> InterNodePlan:
@@ -111,13 +108,3 @@ class InterNodePlanner(Planner):
             nodes=self.topology.nodes,
             send_recvs=exchanges,
         )
-
-
-def pays_by_rows(kind: Kind, topology: Topology, chunks: int) -> bool:
-    """Whether A2A + GEMM by the library multiplies both ranks' terms of some rows at once, and not rank by rank with the sum in
-    fp32.
-
-    Between two H200 as two nodes that took 0.97 to 0.99 of the time of `fused`; rank by rank 1.06. With four chunks it takes as
-    long, or longer. With more ranks a chunk waits for several exchanges: 7 and 15 % longer between 3 and 4 nodes of one.
-    """
-    return kind.sums_blocks and topology.nodes == topology.world == 2 and chunks == CHUNK_COUNTS[-1]

@@ -116,16 +116,12 @@ class NodeCall(Call):
             self.wait_chunk(block, chunk)
         return self.chunk_rows(chunks[0], len(chunks))
 
-    def place(self, transfer: Transfer) -> Place:
-        """The place of the chunk that a transfer over the network carries."""
-        return self.place_of(transfer.target, transfer.fills, transfer.chunk)
-
-    def place_of(self, target: int, block: int, chunk: int) -> Place:
-        """Where a chunk of a block lies in the heap of any rank of another node, with its signal."""
-        nbytes = self._shape.numel() * self._dtype.itemsize
-        data = self.slot.start + block * nbytes + chunk * (nbytes // self.chunks)
-        receiver = self.slot.topology.receiver(target)
-        return Place(receiver, target, data, self.slot.words_start + 8 * (block * MAX_CHUNKS + chunk))
+    def place(self, sent: Transfer) -> Place:
+        """The place of the chunk that crosses the network: where it lies in the heap of any rank, with its signal."""
+        nbytes, slot = self._shape.numel() * self._dtype.itemsize, self.slot
+        data = slot.start + sent.fills * nbytes + sent.chunk * (nbytes // self.chunks)
+        signal = slot.words_start + 8 * (sent.fills * MAX_CHUNKS + sent.chunk)
+        return Place(slot.topology.receiver(sent.target), sent.target, data, signal)
 
     def _next_epoch(self) -> None:
         self.slot.word = next_word(self.slot.word, self.tag)

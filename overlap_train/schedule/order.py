@@ -104,13 +104,6 @@ def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
     return tuple(starmap(range, pairwise([*starts, chunks])))
 
 
-@cache
-def chunks_by_rows(chunks: int) -> tuple[range, ...]:
-    """The chunks that the products of A2A + GEMM by rows take: one, one, then two at a time. The own terms of the first and the
-    last of these are multiplied before anything has come: what the last chunks leave to do is half a product."""
-    return tuple(starmap(range, pairwise([*range(min(2, chunks)), *range(2, chunks, 2), chunks])))
-
-
 def _shifted(topology: Topology, nodes: int, places: int) -> int:
     """The rank so many nodes, and places in a node, further."""
     node, place = (topology.node + nodes) % topology.nodes, (topology.rank + places) % topology.local

@@ -1,47 +1,26 @@
 """Symmetric memory: every rank of a group allocates the same bytes and sees every peer's.
 
-One small protocol, three providers. Allocation is collective over the group; freeing is too where the provider needs it.
+Three providers of one kind of heap. Allocation is collective over the group; freeing is too where the provider needs it.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Agreement, on_all_ranks
-from .host import HostHeap, Offer, Place
+from .heap import SymmetricHeap
+from .host import open_host_heap
+
+__all__ = ["SymmetricHeap", "heap_by", "open_heap", "resolve_provider"]
 
 
-class SymmetricHeap(Protocol):
-    """`nbytes` bytes on every rank of a group, zeroed, each mapped into every rank."""
-
-    provider: str
-
-    def view(self, rank: int) -> torch.Tensor:
-        """uint8 [nbytes]: the memory of group rank `rank`, as seen from this process."""
-        ...
-
-    def close(self) -> None:
-        """Give the memory back. Collective over the group for nvshmem. Views must not be used afterwards."""
-        ...
-
-
-def open_heap(
-    agreement: Agreement,
-    nbytes: int,
-    provider: str,
-    device: torch.device,
-    ranks: range | None = None,
-    carries: bool = False,
-) -> SymmetricHeap:
+def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
     """Allocate a heap collectively over the agreement's group.
 
     Args:
-        ranks: of this rank's node, where the group has several: only their memory is mapped.
-        carries: whether NVSHMEM also carries data between nodes. Its world then is the whole group.
         provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
             world is not taken by another group, else torch.
 
@@ -51,55 +30,55 @@ def open_heap(
         OverlapTimeoutError: a rank did not come.
         OverlapMismatchError: ranks came to different providers, or are in different calls.
     """
-    choose = partial(resolve_provider, agreement.group, provider, device, None if carries else ranks)
+    choose = partial(resolve_provider, agreement.group, provider, device)
     chosen = on_all_ranks(choose, agreement, "overlap_train: choose the provider of symmetric memory")
-    return heap_by(chosen, agreement, nbytes, device, ranks, carries)
+    return heap_by(chosen, agreement, nbytes, device)
 
 
 def heap_by(
-    provider: str, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False,
-    offer: Offer | None = None, all_told: list[Place] | None = None,
-) -> SymmetricHeap:  # fmt: skip
-    """`open_heap` by a provider that all ranks have agreed on. offer, all_told: see HostHeap."""
-    if ranks is not None and len(ranks) == 1 and provider != "host" and not carries:
-        from .alone import AloneHeap
+    provider: str,
+    agreement: Agreement,
+    nbytes: int,
+    device: torch.device,
+    ranks: range | None = None,
+    carries: bool = False,
+) -> SymmetricHeap:
+    """`open_heap` by a provider that all ranks have agreed on.
 
-        return AloneHeap(agreement, nbytes, device)
+    Args:
+        ranks: of this rank's node, where the group has several: only their memory is mapped.
+        carries: whether NVSHMEM also carries data between nodes. Its world then is the whole group.
+    """
     if provider == "host":
-        return HostHeap(agreement, nbytes, ranks, offer, all_told)
-    if provider == "nvshmem":
-        from .nvshmem import NvshmemHeap
+        return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size))
+    if provider == "nvshmem" and (carries or ranks is None or len(ranks) > 1):
+        from .nvshmem import open_nvshmem_heap
 
-        return NvshmemHeap(agreement, nbytes, device, ranks, carries)
-    from .torch_symm import TorchHeap
+        return open_nvshmem_heap(agreement, nbytes, device, ranks, carries)
+    from .torch_symm import open_torch_heap
 
-    return TorchHeap(agreement, nbytes, device, ranks)
+    return open_torch_heap(agreement, nbytes, device, ranks)
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
     """The provider that `auto` stands for here; a named one is checked against the device and what is installed.
 
     Args:
-        ranks: see open_heap.
+        ranks: see heap_by.
 
     Raises:
         ValueError: the provider cannot serve this device, or is not installed.
     """
+    from .nvshmem import can_serve, is_installed
+
     on_gpu = device.type == "cuda"
     if provider == "auto":
-        if not on_gpu:
-            return "host"
-        from .nvshmem import can_serve
-
-        return "nvshmem" if can_serve(group, ranks) else "torch"
+        return "host" if not on_gpu else "nvshmem" if can_serve(group, ranks) else "torch"
     if on_gpu == (provider == "host"):
         rule = "host serves CPU tensors only" if on_gpu else "nvshmem and torch serve CUDA tensors only"
         raise ValueError(f"provider={provider!r} with tensors on {device}: {rule}; use provider='auto'")
-    if provider == "nvshmem":
-        from .nvshmem import is_installed
-
-        if not is_installed():
-            raise ValueError(
-                "provider='nvshmem': nvshmem4py is not installed; pip install nvshmem4py-cu13 cuda-core, or use provider='auto'"
-            )
+    if provider == "nvshmem" and not is_installed():
+        raise ValueError(
+            "provider='nvshmem': nvshmem4py is not installed; pip install nvshmem4py-cu13 cuda-core, or use provider='auto'"
+        )
     return provider

@@ -1,9 +1,7 @@
-"""Ranks of a group tell each other something, within a time limit, through the key-value store of their process group.
+"""What the ranks of a group tell each other outside the hot path, within a time limit, through the job's key-value store.
 
-A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named.
-
-What all ranks of a group have, or none of them: memory, a library that has started, a mapping. One that has not is named on
-every rank.
+A collective of gloo or NCCL waits as long as the group says and names nobody. Here a rank that does not come is named. What all
+ranks have, or none of them (memory, a library that has started, a mapping), raises on all where one has not.
 """
 
 from __future__ import annotations
@@ -148,9 +146,8 @@ class Agreement:
         return count
 
     def _answer(self, ask: Callable[[threading.Event], T], what: str) -> T:
-        """What `ask` returns. It gets an event that is set when nobody waits for it any more: the store does not answer, or
-        Ctrl-C has ended the wait. The thread that asks is left behind then. It takes back what it has told, before another one
-        of this rank asks."""
+        """What `ask` returns. It gets an event that is set when nobody waits for it any more, after Ctrl-C, too. Then it takes
+        back what it has told, before another thread of this rank asks."""
         given_up = threading.Event()
 
         def in_turn() -> T:
@@ -221,8 +218,10 @@ class Agreement:
         return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.called}" if late else ""
 
 
-def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:
-    """What `make` returns, if it returns on every rank. Collective. what: what the ranks do here, for errors.
+def on_all_ranks(
+    make: Callable[[], T], agreement: Agreement, what: str, undo: Callable[[T], object] = lambda made: None
+) -> T:
+    """What `make` returns, if it returns on every rank; `undo` ends it otherwise. Collective. what: see Agreement.exchange.
 
     Raises:
         RuntimeError: on every rank, if one of them raised, with what that one said.
@@ -232,24 +231,25 @@ def on_all_ranks(make: Callable[[], T], agreement: Agreement, what: str) -> T:
     except Exception as failure:  # libraries raise classes of their own
         agreement.all_succeed(str(failure) or repr(failure), what)
         raise
-    agreement.all_succeed(None, what)
+    try:
+        agreement.all_succeed(None, what)
+    except RuntimeError:
+        undo(made)
+        del made  # who catches the error holds this frame
+        raise
     return made
 
 
 def allocated(make: Callable[[], torch.Tensor], nbytes: int, agreement: Agreement, what: str) -> torch.Tensor:
-    """The memory that `make` returns, of `nbytes` bytes. Collective. what: what the ranks do here, for errors.
+    """on_all_ranks of memory of `nbytes` bytes: where there is no room, with the way out."""
 
-    Raises:
-        RuntimeError: on every rank, if one of them has no room.
-    """
-    memory, error = None, None
-    try:
-        memory = make()
-    except Exception as failure:  # torch raises RuntimeError, nvshmem4py a class of its own
-        error = (
-            f"{nbytes} bytes: {failure}; leave more room on its GPU, with fewer rows in a call or less memory for exchanges "
-            f"({flag_name('exchange_mib')}), or take another provider ({flag_name('provider')})"
-        )
-    agreement.all_succeed(error, what)
-    assert memory is not None
-    return memory
+    def make_or_say_why() -> torch.Tensor:
+        try:
+            return make()
+        except Exception as failure:
+            raise RuntimeError(
+                f"{nbytes} bytes: {failure}; leave more room on its GPU, with fewer rows in a call or less memory for exchanges "
+                f"({flag_name('exchange_mib')}), or take another provider ({flag_name('provider')})"
+            ) from failure
+
+    return on_all_ranks(make_or_say_why, agreement, what)

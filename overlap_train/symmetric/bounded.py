@@ -14,10 +14,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -30,58 +28,20 @@ class Callers:
     limit_s: float
 
 
-class Watcher(Protocol):
-    """What ends this process, unless it is closed before."""
-
-    def close(self) -> None:
-        """The call has ended."""
-        ...
-
-
-class WatchingProcess:
-    """Prints `error` after `limit_s` seconds and ends this process by SIGKILL, which no state of it can hold up.
-
-    It takes this process 2 ms, which does not wait for the new one to begin. Both end together.
-    """
-
-    def __init__(self, error: str, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s  # the same clock in all processes of a machine
-        python = sys.executable or ""  # it may be None in a program that embeds Python: OSError then, too
-        command = [python, "-I", "-S", __file__, str(os.getpid()), str(deadline), error]
-        # A session of its own: Ctrl-C reaches this process, whose end it notices.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-
 @contextlib.contextmanager
-def bounded(what: str, callers: Callers, watch: Callable[[str, float], Watcher] = WatchingProcess) -> Iterator[None]:
-    """Bracket of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr. Where
-    nobody can watch, a warning says so, and the call goes on: the others are in it already.
+def bounded(what: str, callers: Callers) -> Iterator[None]:
+    """Bracket of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr, by
+    SIGKILL, which no state of it can hold up. Where nobody can watch, a warning says so, and the call goes on: the others are in
+    it already. Takes this process 2 ms.
 
-    what: what the ranks do here, and in which library: "overlap_train: allocate NVSHMEM memory". watch: what ends the process.
+    what: what the ranks do here, and in which library: "overlap_train: allocate NVSHMEM memory".
     """
-    ranks = ", ".join(map(str, callers.ranks))
-    error = (
-        f"{what}: rank {callers.rank} of the job waited {callers.limit_s:g} s in a call that ranks {ranks} of the job make "
-        f"together, and that nothing can interrupt. Therefore its process is ended here (SIGKILL). A rank that does not come is "
-        f"dead, stopped, or in another call: read the logs of the other ranks first; if it is only slow, raise timeout_s "
-        f"(--overlap-train-timeout-s)."
-    )
-    watcher = _started(what, partial(watch, error, callers.limit_s))
+    watching, deadline = None, time.monotonic() + callers.limit_s  # the same clock in all processes of a machine
+    python = sys.executable or ""  # it may be None in a program that embeds Python: OSError then, too
+    command = [python, "-I", "-S", __file__, str(os.getpid()), str(deadline), error_of(what, callers)]
     try:
-        yield
-    finally:
-        watcher.close()
-
-
-def _started(what: str, watch: Callable[[], Watcher]) -> Watcher:
-    try:
-        return watch()
+        # A session of its own: Ctrl-C reaches this process, whose end it notices.
+        watching = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     except OSError as failure:  # too many processes, or no Python that could be started
         from ..warn import warn_user  # not above: who watches runs this file alone
 
@@ -89,7 +49,22 @@ def _started(what: str, watch: Callable[[], Watcher]) -> Watcher:
             f"{what}: no process could be started to watch this call ({failure}); if another rank dies or stops in it, this one "
             f"waits without end"
         )
-        return contextlib.ExitStack()  # nothing to close
+    try:
+        yield
+    finally:
+        if watching is not None:
+            watching.kill()
+            watching.communicate()
+
+
+def error_of(what: str, callers: Callers) -> str:
+    ranks = ", ".join(map(str, callers.ranks))
+    return (
+        f"{what}: rank {callers.rank} of the job waited {callers.limit_s:g} s in a call that ranks {ranks} of the job make "
+        f"together, and that nothing can interrupt. Therefore its process is ended here (SIGKILL). A rank that does not come is "
+        f"dead, stopped, or in another call: read the logs of the other ranks first; if it is only slow, raise timeout_s "
+        f"(--overlap-train-timeout-s)."
+    )
 
 
 def watch_process(process: int, deadline: float, error: str) -> None:

@@ -1,4 +1,4 @@
-"""Symmetric memory between CPU processes of one machine, or of each of several.
+"""Symmetric memory between processes on the CPU, where the protocol is tested, and tables that ranks of one machine share.
 
 Unnamed POSIX shared memory: each rank makes a memfd and the others map it through /proc/<pid>/fd. There is never a name under
 /dev/shm: a rank killed at any moment leaves nothing behind, and the kernel frees the pages with the last mapping.
@@ -8,75 +8,28 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from .agreement import Agreement
+from .agreement import Agreement, on_all_ranks
+from .heap import SymmetricHeap
 
 _OPEN = "overlap_train: open shared memory"
 
-Place = tuple[int, int, str, str | None]  # pid, descriptor, machine, why it has none
 
+def open_host_heap(agreement: Agreement, nbytes: int, ranks: range) -> SymmetricHeap:
+    """A heap of CPU processes of one machine, which map each other's memfd. ranks: those of this node, which are mapped."""
 
-class Offer:
-    """Zeros of this rank that others may map: a memfd. told: where peers find it, for an exchange. Pages cost memory only once
-    touched."""
+    def of_node(machines: list[str]) -> range:
+        if len({machines[rank] for rank in ranks}) > 1:
+            raise RuntimeError(
+                "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
+            )
+        return ranks
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._descriptor, machine, error = nbytes, -1, "", None
-        try:
-            machine = _machine()
-            self._descriptor = os.memfd_create("overlap_train")
-            os.ftruncate(self._descriptor, nbytes)
-        except OSError as failure:
-            error = f"memfd of {nbytes} bytes: {failure}"
-        self.told: Place = (os.getpid(), self._descriptor, machine, error)
-
-    def open(self, agreement: Agreement, all_told: list[Place], ranks: Iterable[int]) -> list[torch.Tensor]:
-        """The memory of these ranks. Collective. all_told: of each rank.
-
-        Raises:
-            RuntimeError: on every rank, if one of them has none, or cannot map another's.
-        """
-        errors = [f"rank {rank}: {error}" for rank, (*_, error) in enumerate(all_told) if error]
-        if errors:
-            raise RuntimeError(f"{_OPEN}: {'; '.join(errors)}")
-        views, error = _map_all([all_told[rank] for rank in ranks], self._nbytes)
-        agreement.all_succeed(error, _OPEN)  # and every peer has mapped this descriptor before it goes away
-        return views
-
-    def close(self) -> None:
-        """What peers have mapped stays theirs."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-class HostHeap:
-    """The SymmetricHeap of CPU processes of one machine, which map each other's memfd. ranks: those of this node; the others have
-    no view. offer, all_told: made and exchanged before; None: here."""
-
-    provider = "host"
-
-    def __init__(
-        self, agreement: Agreement, nbytes: int, ranks: range | None = None, offer: Offer | None = None,
-        all_told: list[Place] | None = None,
-    ) -> None:  # fmt: skip
-        self._ranks = ranks or range(agreement.world_size)
-        mine = offer or Offer(nbytes)
-        try:
-            told = all_told or agreement.exchange(mine.told, _OPEN)
-            self._views = mine.open(agreement, told, self._ranks)
-        finally:
-            mine.close()
-
-    def view(self, rank: int) -> torch.Tensor:
-        return self._views[rank - self._ranks.start]
-
-    def close(self) -> None:
-        self._views = []
+    return SymmetricHeap("host", _shared(agreement, nbytes, of_node), ranks.start)
 
 
 def share_on_machine(agreement: Agreement, nbytes: int) -> torch.Tensor:
@@ -85,24 +38,30 @@ def share_on_machine(agreement: Agreement, nbytes: int) -> torch.Tensor:
     Raises:
         RuntimeError: on every rank, if one of them could not have them.
     """
-    mine = Offer(nbytes)
+    return _shared(agreement, nbytes, lambda machines: [machines.index(machines[agreement.rank])])[0]
+
+
+def _shared(agreement: Agreement, nbytes: int, ranks_of: Callable[[list[str]], Sequence[int]]) -> list[torch.Tensor]:
+    """Zeros of the ranks that `ranks_of` names, mapped; it is told the machine of each rank. Pages cost memory once touched."""
+    descriptor = -1
+
+    def make() -> tuple[int, int, str]:
+        nonlocal descriptor
+        machine, descriptor = _machine(), os.memfd_create("overlap_train")
+        os.ftruncate(descriptor, nbytes)
+        return os.getpid(), descriptor, machine
+
     try:
-        told = agreement.exchange(mine.told, _OPEN)
-        first = next((rank for rank, place in enumerate(told) if place[2] == mine.told[2]), agreement.rank)
-        return mine.open(agreement, told, [first])[0]
+        places = agreement.exchange(on_all_ranks(make, agreement, _OPEN), _OPEN)
+
+        def map_all() -> list[torch.Tensor]:
+            chosen = [places[rank] for rank in ranks_of([machine for *_, machine in places])]
+            return [_map(pid, number, nbytes) for pid, number, _ in chosen]
+
+        return on_all_ranks(map_all, agreement, _OPEN)  # and every peer has mapped this descriptor before it goes away
     finally:
-        mine.close()
-
-
-def _map_all(places: list[Place], nbytes: int) -> tuple[list[torch.Tensor], str | None]:
-    """(the memory of each place, why not)."""
-    if len({machine for _, _, machine, _ in places}) > 1:
-        error = "group has CPU ranks on several machines; provider='host' shares the memory of one: use one"
-        return [], error
-    try:
-        return [_map(pid, number, nbytes) for pid, number, *_ in places], None
-    except (OSError, ValueError, MemoryError) as error:
-        return [], f"map {nbytes} bytes of each of {len(places)} ranks: {error}"
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _machine() -> str:

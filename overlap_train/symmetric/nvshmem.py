@@ -9,8 +9,6 @@ Its collective calls wait without end for a rank that does not come. Ranks agree
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ import torch.distributed as dist
 
 from .agreement import Agreement, OverlapMismatchError, OverlapTimeoutError, allocated, on_all_ranks
 from .bounded import Callers, bounded
+from .heap import SymmetricHeap
 
 _START, _ALLOCATE = "overlap_train: start NVSHMEM", "overlap_train: allocate NVSHMEM memory"
 _OPEN = "overlap_train: open NVSHMEM memory"
@@ -36,61 +35,54 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
     return not _worlds or _worlds[0].ranks == _ranks(group, ranks)
 
 
-class NvshmemHeap:
-    """The SymmetricHeap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; the others have no
-    view.
+def open_nvshmem_heap(
+    agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
+) -> SymmetricHeap:
+    """A heap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; only they are mapped.
 
     The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
-    between its nodes (puts.py), too.
+    between its nodes (nodes/nvshmem.py), too.
     """
+    everyone = range(agreement.world_size)
+    ranks, world = ranks or everyone, everyone if carries else ranks or everyone
+    core, callers = _world(agreement, device, world), agreement.callers(world)
 
-    provider = "nvshmem"
+    def new() -> torch.Tensor:
+        with bounded(_ALLOCATE, callers):
+            memory: torch.Tensor = core.bytetensor((nbytes,), dtype=torch.uint8)
+        return memory.zero_()
 
-    def __init__(
-        self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
-    ) -> None:
-        everyone = range(agreement.world_size)
-        ranks, world = ranks or everyone, everyone if carries else ranks or everyone
-        self._nvshmem, self._first, self._world_first = _world(agreement, device, world), ranks.start, world.start
-        self._callers = agreement.callers(world)
-        agreement.barrier(_ALLOCATE)
-        self._memory = allocated(partial(self._new, nbytes), nbytes, agreement, _ALLOCATE)
-        try:
-            self._views = on_all_ranks(partial(self._mapped, ranks, agreement.rank, device), agreement, _OPEN)
-        except (OverlapTimeoutError, OverlapMismatchError):  # NVSHMEM would wait for the others while it frees
-            raise
-        except RuntimeError:
-            self.close()
-            raise
+    agreement.barrier(_ALLOCATE)
+    memory = allocated(new, nbytes, agreement, _ALLOCATE)
 
-    def _mapped(self, ranks: range, own: int, device: torch.device) -> list[torch.Tensor]:
-        views = [self._memory if rank == own else self._peer(self._memory, rank) for rank in ranks]
+    def free() -> None:
+        with bounded("overlap_train: free NVSHMEM memory", callers):
+            core.free_tensor(memory)
+
+    def views_of_all() -> list[torch.Tensor]:
+        views = [memory if rank == agreement.rank else _peer(core, memory, rank, world.start) for rank in ranks]
         torch.cuda.synchronize(device)
         return views
 
-    def _new(self, nbytes: int) -> torch.Tensor:
-        with bounded(_ALLOCATE, self._callers):
-            memory: torch.Tensor = self._nvshmem.bytetensor((nbytes,), dtype=torch.uint8)
-        return memory.zero_()
+    try:
+        views = on_all_ranks(views_of_all, agreement, _OPEN)
+    except (OverlapTimeoutError, OverlapMismatchError):  # NVSHMEM would wait for the others while it frees
+        raise
+    except RuntimeError:
+        free()
+        raise
+    return SymmetricHeap("nvshmem", views, ranks.start, free=free)
 
-    def _peer(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
-        try:
-            return self._nvshmem.get_peer_tensor(memory, rank - self._world_first)
-        except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
-            raise ValueError(
-                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
-                f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
-                f"(--overlap-train-node-ranks)"
-            ) from error
 
-    def view(self, rank: int) -> torch.Tensor:
-        return self._views[rank - self._first]
-
-    def close(self) -> None:
-        self._views = []
-        with bounded("overlap_train: free NVSHMEM memory", self._callers):
-            self._nvshmem.free_tensor(self._memory)
-        del self._memory
+def _peer(core: Any, memory: torch.Tensor, rank: int, world_first: int) -> torch.Tensor:
+    try:
+        return core.get_peer_tensor(memory, rank - world_first)
+    except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
+        raise ValueError(
+            f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
+            f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
+            f"(--overlap-train-node-ranks)"
+        ) from error
 
 
 def finalize() -> None:
@@ -111,45 +103,33 @@ def _ranks(group: dist.ProcessGroup, members: range | None) -> tuple[int, ...]:
 
 def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     """nvshmem.core, initialised over these ranks of the agreement's group. Collective over the group."""
-    prepared = on_all_ranks(partial(_prepared, agreement, device, members), agreement, _START)
-    uid = agreement.exchange(prepared.uid, _START)[members.start]  # by all: another node may have its world already
-    on_all_ranks(partial(_start, prepared, uid), agreement, _START)
-    return prepared.core
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """What a rank needs to join NVSHMEM's world. core: nvshmem.core. chip: of cuda.core. rank: within the world. uid: the world's
-    id on its first rank, before it is initialised."""
-
-    core: Any
-    chip: Any
-    rank: int
-    callers: Callers
-    uid: Any
-
-
-def _prepared(agreement: Agreement, device: torch.device, members: range) -> _Prepared:
-    import nvshmem.core
-    from cuda.core import Device
-
-    ranks = _ranks(agreement.group, members)
-    if _worlds and _worlds[0].ranks != ranks:
-        raise ValueError(
-            f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_worlds[0].ranks)}, and NVSHMEM "
-            f"allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
-        )
     rank = agreement.rank - members.start
-    uid = nvshmem.core.get_unique_id() if rank == 0 and not _worlds else None
-    return _Prepared(nvshmem.core, Device(device.index), rank, agreement.callers(members), uid)
 
+    def prepare() -> tuple[Any, Any, Any]:
+        """(nvshmem.core, the GPU of cuda.core, the world's id on its first rank, where there is no world yet)."""
+        import nvshmem.core
+        from cuda.core import Device
 
-def _start(prepared: _Prepared, uid: Any) -> None:
-    """Initialise NVSHMEM, if this process has not yet."""
-    if _worlds:
-        return
-    prepared.chip.set_current()
-    nranks, callers = len(prepared.callers.ranks), prepared.callers
-    with bounded(_START, callers):
-        prepared.core.init(device=prepared.chip, uid=uid, rank=prepared.rank, nranks=nranks, initializer_method="uid")
-    _worlds.append(callers)  # also where a peer could not join: this process can have no other
+        ranks = _ranks(agreement.group, members)
+        if _worlds and _worlds[0].ranks != ranks:
+            raise ValueError(
+                f"group has ranks {list(ranks)}, but this process's NVSHMEM world has ranks {list(_worlds[0].ranks)}, and "
+                f"NVSHMEM allows one world a process; use provider='torch' for the other group (--overlap-train-provider)"
+            )
+        uid = nvshmem.core.get_unique_id() if rank == 0 and not _worlds else None
+        return nvshmem.core, Device(device.index), uid
+
+    core, gpu, uid = on_all_ranks(prepare, agreement, _START)
+    uid = agreement.exchange(uid, _START)[members.start]  # by all: another node may have its world already
+
+    def start() -> None:
+        if _worlds:
+            return
+        gpu.set_current()
+        callers = agreement.callers(members)
+        with bounded(_START, callers):
+            core.init(device=gpu, uid=uid, rank=rank, nranks=len(members), initializer_method="uid")
+        _worlds.append(callers)  # also where a peer could not join: this process can have no other
+
+    on_all_ranks(start, agreement, _START)
+    return core

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,41 +15,35 @@ import torch.distributed as dist
 
 from .agreement import Agreement, allocated, on_all_ranks
 from .bounded import Callers, bounded
+from .heap import SymmetricHeap
 
 _ALLOCATE = "overlap_train: allocate torch symmetric memory"
 _OPEN = "overlap_train: open torch symmetric memory"
 
 
-class TorchHeap:
-    """The SymmetricHeap of torch's symmetric memory. It needs no environment; several groups of one process may each have one.
-    ranks: those of this node, where the group has several; the others have no view."""
+def open_torch_heap(
+    agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None
+) -> SymmetricHeap:
+    """It needs no environment; several groups of one process may each have one. ranks: those of this node, where the group has
+    several; only they are mapped. Memory of a rank that is alone in its node is any of torch's."""
+    if ranks is not None and len(ranks) == 1:
+        memory = allocated(partial(_zeros, torch.empty, nbytes, device), nbytes, agreement, _ALLOCATE)
+        return SymmetricHeap("alone", [memory], ranks.start)
+    library = on_all_ranks(_library, agreement, _ALLOCATE)
+    memory = allocated(partial(_zeros, library.empty, nbytes, device), nbytes, agreement, _ALLOCATE)
+    group = agreement.group
+    if ranks is not None:  # nobody waits in the rendezvous for a rank that has no group
+        group = on_all_ranks(partial(_group_of, agreement, ranks), agreement, _OPEN)
+    mapped = partial(_mapped, memory, group.group_name, agreement.callers(ranks))
+    handle, views = on_all_ranks(mapped, agreement, _OPEN)
+    keeps = handle, group  # torch's register does not
+    return SymmetricHeap("torch", views, 0 if ranks is None else ranks.start, keeps)
 
-    provider = "torch"
 
-    def __init__(self, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None) -> None:
-        symmetric_memory = on_all_ranks(_library, agreement, _ALLOCATE)
-
-        def make() -> torch.Tensor:
-            memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-            memory.zero_()
-            torch.cuda.synchronize(device)
-            return memory
-
-        memory = allocated(make, nbytes, agreement, _ALLOCATE)
-        self._first = 0 if ranks is None else ranks.start
-        group = agreement.group
-        if ranks is not None:  # nobody waits in the rendezvous for a rank that has no group
-            group = on_all_ranks(partial(_group_of, agreement, ranks), agreement, _OPEN)
-        self._group: dist.ProcessGroup | None = group  # torch's register does not keep it
-        mapped = partial(_mapped, memory, group.group_name, agreement.callers(ranks))
-        self._handle, self._views = on_all_ranks(mapped, agreement, _OPEN)
-
-    def view(self, rank: int) -> torch.Tensor:
-        return self._views[rank - self._first]
-
-    def close(self) -> None:
-        self._views = []
-        self._handle = self._group = None
+def _zeros(empty: Callable[..., torch.Tensor], nbytes: int, device: torch.device) -> torch.Tensor:
+    memory = empty(nbytes, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)
+    return memory
 
 
 def _library() -> Any:

@@ -29,14 +29,13 @@ Posted = dict[tuple[int, int], "Post"]  # by rank and number
 
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
-    """world_size ranks, node_ranks in each node. chunks: of a block. together, by_rows: of plans of A2A + GEMM. puts:
+    """world_size ranks, node_ranks in each node. chunks: of a block. together: of plans of A2A + GEMM. puts:
     NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan. method: of problems that
     are not told one."""
 
     node_ranks: int = 1
     chunks: int = 2
     together: int = 1
-    by_rows: bool = False
     puts: bool = False
     send_sms: int = NETWORK_SMS
     reduce_sms: int = 0
@@ -120,7 +119,6 @@ class NodeDomain(SimulatedDomain):
             transfers=core("schedule.inter_node").transfers_of(*of_kind),
             send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
             together=together,
-            by_rows=engine.kind == core("schedule.kinds").Kind.A2A_GEMM and self._simulation.by_rows,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,
         )

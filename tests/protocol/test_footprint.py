@@ -115,7 +115,7 @@ def _maps_late(rank: int, world: int) -> None:
     if rank == 1:
         host._map = lambda *args: (time.sleep(0.5), mapped(*args))[1]  # type: ignore[assignment] # of this process
     before = _mappings()
-    heap = host.HostHeap(Agreement(dist.group.WORLD, timeout_s=30.0), 4096)
+    heap = host.open_host_heap(Agreement(dist.group.WORLD, timeout_s=30.0), 4096, range(world))
     host._map = mapped  # type: ignore[assignment]
     assert _mappings() == before + world
     heap.close()

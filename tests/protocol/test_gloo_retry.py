@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap_train.group.signals import FaultRecord
 from overlap_train.nodes.gloo import GlooTransport
 from overlap_train.nodes.slots import Place
 from overlap_train.schedule.order import Topology
@@ -18,6 +19,7 @@ from tests.processes import run_ranks, values
 
 def _second_attempt(rank: int, world: int) -> list[float]:
     agreement, topology, connect = Agreement(dist.group.WORLD, 20.0), Topology(2, 1, rank), dist.ProcessGroupGloo
+    fault = FaultRecord(torch.device("cpu"), rank, 20.0)
 
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no interface")
@@ -25,10 +27,10 @@ def _second_attempt(rank: int, world: int) -> list[float]:
     if rank == 1:
         dist.ProcessGroupGloo = refuse
     with pytest.raises(RuntimeError, match=r"rank 1: gloo could not connect .*no interface"):
-        GlooTransport(agreement, topology, 2.0)
+        GlooTransport(agreement, topology, 2.0, fault)
     dist.ProcessGroupGloo = connect
     time.sleep(1.0 - rank)  # rank 1 comes first, and would find what rank 0 has left
-    transport = GlooTransport(agreement, topology, 20.0)
+    transport = GlooTransport(agreement, topology, 20.0, fault)
     heap = torch.zeros(24, dtype=torch.uint8)
     transport.attach({rank: heap})
     agreement.barrier("attached")

@@ -40,14 +40,6 @@ def test_shallow_blocks_are_multiplied_together(world: int, node_ranks: int, tog
     assert_passes(to_rows("chunked", machine, 4), range(1))
 
 
-@pytest.mark.parametrize("one_queue", [False, True])
-@pytest.mark.parametrize("chunks", [1, 2, 8])
-def test_chunks_of_two_ranks_are_multiplied_side_by_side(chunks: int, one_queue: bool) -> None:
-    """The own terms of the first and the last ones are multiplied before the peer's have come."""
-    machine = NodeSimulation(2, node_ranks=1, chunks=chunks, by_rows=True, one_queue=one_queue)
-    assert_passes(to_rows("chunked", machine, 4), range(2))
-
-
 def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | None = None) -> Build:
     """Of Ulysses' output projection: x is sent again for the weight gradient while dx leaves block by block.
 
@@ -176,7 +168,7 @@ def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
             with domain.operator(tag_of("call"), slots=1):
                 start = core("ops.table").start_a2a_gemm
                 receiver = start(domain, plan, tag_of("call"), x)
-                landings += [landing for _, landing in receiver._exchanges._under_way]
+                landings += [exchange.buffer for exchange in receiver._exchanges._under_way]
                 receiver.received_view()
                 addresses = {tensor.data_ptr() for tensor in domain.engine._held}
             held[domain.rank] = {landing.data_ptr() for landing in landings} <= addresses, len(landings)

@@ -304,7 +304,7 @@ def _in_a_node_of_two_machines(rank: int, world: int) -> str:
     host._machine = lambda: f"machine {min(rank, 2)}"  # type: ignore[assignment] # of this process
     first = rank // 2 * 2
     with pytest.raises(RuntimeError) as raised:
-        host.HostHeap(Agreement(dist.group.WORLD, 20.0), 16, range(first, first + 2))
+        host.open_host_heap(Agreement(dist.group.WORLD, 20.0), 16, range(first, first + 2))
     return str(raised.value)
 
 

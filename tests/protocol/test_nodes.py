@@ -35,7 +35,7 @@ from overlap_train.group.signals import Tag
 from overlap_train.group.waits import next_epoch_on_host
 from overlap_train.nodes import plan as nodes_plan
 from overlap_train.nodes.connect import NodeWaits
-from overlap_train.nodes.gloo import GlooTransport, HostEngine, Worker
+from overlap_train.nodes.gloo import GlooTransport, HostEngine
 from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.select.tiling import equal_chunks
@@ -182,16 +182,17 @@ def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
 
 def _slow(rank: int) -> None:
     """What arrives, and what is added, comes late, on each rank at other times."""
-    put, run = GlooTransport.put, Worker.run
+    put, pass_on = GlooTransport.put, HostEngine._pass_on
 
     def slow_put(self: GlooTransport, *arguments: Any) -> None:
         time.sleep(0.02 * rank)
         put(self, *arguments)
 
-    def slow_run(self: Worker, task: Callable[[], None]) -> None:
-        run(self, lambda: (time.sleep(0.02 * (5 - rank)), task())[1])  # type: ignore[func-returns-value]
+    def slow_pass_on(self: HostEngine, *arguments: Any) -> None:
+        time.sleep(0.02 * (5 - rank))
+        pass_on(self, *arguments)
 
-    GlooTransport.put, Worker.run = slow_put, slow_run  # type: ignore[method-assign] # of this process
+    GlooTransport.put, HostEngine._pass_on = slow_put, slow_pass_on  # type: ignore[method-assign] # of this process
 
 
 def test_the_same_bits_whoever_is_late() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from overlap_train.symmetric import bounded as room
-from overlap_train.symmetric.bounded import Callers, WatchingProcess, bounded
+from overlap_train.symmetric.bounded import Callers, bounded, error_of
 
 CPU = torch.device("cpu")
 CALLERS = Callers(6, (4, 6), 0.5)
@@ -36,43 +33,32 @@ def run(limit_s: float, call: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
 
-def error() -> str:
-    """What is said of a call."""
-    told: list[str] = []
-    with bounded("allocate", CALLERS, lambda error, limit_s: told.append(error) or SimpleNamespace(close=list)):
-        return told[0]
-
-
 @pytest.mark.parametrize("library", ["PyDLL", "CDLL"])  # one keeps the GIL, the other does not
 def test_a_call_that_does_not_end_is_named_and_its_process_ended(library: str) -> None:
     ended = run(0.5, f"ctypes.{library}(None).sleep(60)")
     assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "")
-    assert ended.stderr == error() + "\n"
+    assert ended.stderr == error_of("allocate", CALLERS) + "\n"
 
 
 def test_the_error_names_the_call_the_ranks_the_limit_and_the_way_out() -> None:
+    error = error_of("allocate", CALLERS)
     for part in (
         "allocate: rank 6 of the job waited 0.5 s",
         "ranks 4, 6 of the job",
         "read the logs of the other ranks",
     ):
-        assert part in error()
-    assert "--overlap-train-timeout-s" in error()
+        assert part in error
+    assert "--overlap-train-timeout-s" in error
 
 
 def test_a_call_that_ends_is_left_alone_and_nobody_watches_any_more() -> None:
     ended = run(60.0, "pass")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "went on\n", "")
+    assert "raised here" in run(60.0, "raise OSError('raised here')").stderr
 
 
 def test_who_watches_ends_with_a_process_that_dies_in_its_call() -> None:
     assert run(60.0, "os._exit(3)").returncode == 3
-
-
-def test_closing_ends_the_watching_process() -> None:
-    watching = WatchingProcess("late", 60.0)
-    watching.close()
-    assert watching._process.returncode == -signal.SIGKILL
 
 
 def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone() -> None:
@@ -98,18 +84,3 @@ def test_a_call_that_nobody_can_watch_goes_on_with_a_warning(
     with pytest.warns(UserWarning, match="allocate: no process could be started"), bounded("allocate", CALLERS):
         made.append("call")
     assert made
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_the_watch_begins_before_the_call_and_ends_with_it(raises: bool) -> None:
-    told: list[Any] = []
-
-    def watch(error: str, limit_s: float) -> Any:
-        told.append((error, limit_s))
-        return SimpleNamespace(close=lambda: told.append("closed"))
-
-    with contextlib.suppress(OSError), bounded("allocate", CALLERS, watch):
-        assert told == [(error(), 0.5)]
-        if raises:
-            raise OSError
-    assert told[1:] == ["closed"]

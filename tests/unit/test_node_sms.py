@@ -56,21 +56,20 @@ class Made:
 def test_nccl_gets_the_fewest_with_which_the_wire_carries_what_it_can(
     gbs: Sequence[float], tried: Sequence[int], taken: int
 ) -> None:
-    by, rates = Made(), iter(gbs)
-    network, carried = measure.connect_with_fewest_sms(by, lambda network: next(rates), measure.counts_of(SmBudget(1)))
+    by = Made()
+    assert connected(0, 0, gbs, gbs, by, local=1) == gbs[tried.index(taken)] and by.left == [taken]
     assert tuple(one.sms for one in by.networks) == tried
-    assert network.sms == taken and carried == gbs[tried.index(taken)] and by.left == [taken]
 
 
 def connected(
-    rank: int, sms: int, own: Sequence[float], others: Sequence[float], by: Made, late: bool = False
+    rank: int, sms: int, own: Sequence[float], others: Sequence[float], by: Made, late: bool = False, local: int = 2
 ) -> float:
     """What is carried in the end, where this rank and another one measure so many GB/s."""
     theirs = iter(others)
     agreement: Any = SimpleNamespace(rank=rank, exchange=lambda mine, what: [mine, next(theirs)])
     failures: Any = mock.Mock(**{"check.side_effect": OverlapTimeoutError("rank 3 does not come") if late else None})
     with mock.patch.object(measure, "_gbs", side_effect=list(own)):
-        return measure.connect(agreement, Topology(2, 2, 0), CPU, SmBudget(2, sms), by, failures)[1]
+        return measure.connect(agreement, Topology(2, 2, 0), CPU, SmBudget(local, sms), by, failures)[1]
 
 
 def test_the_slowest_rank_decides_for_all_and_rank_0_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_train.symmetric import nvshmem, open_heap, torch_symm
+from overlap_train.symmetric import SymmetricHeap, nvshmem, open_heap, torch_symm
 from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError, on_all_ranks
 from overlap_train.symmetric.bounded import Callers
 
@@ -93,8 +93,8 @@ def limits_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, C
     return limits
 
 
-def opened(ranks: Any) -> nvshmem.NvshmemHeap:
-    return nvshmem.NvshmemHeap(ranks, 16, CPU)
+def opened(ranks: Any) -> SymmetricHeap:
+    return nvshmem.open_nvshmem_heap(ranks, 16, CPU)
 
 
 def test_what_one_rank_raised_raises_on_all_in_its_words() -> None:
@@ -223,7 +223,7 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_rendezvous_of_torch_has_a_time_limit(torchs: Any) -> None:
-    torch_symm.TorchHeap(Ranks(), 16, CPU, range(2))  # type: ignore[arg-type]
+    torch_symm.open_torch_heap(Ranks(), 16, CPU, range(2))  # type: ignore[arg-type]
     assert torchs.limits == [(OPEN_TORCH, Ranks().callers())]
 
 
@@ -231,10 +231,10 @@ def test_the_rendezvous_of_torch_has_a_time_limit(torchs: Any) -> None:
 def test_a_rank_that_torch_cannot_connect_tells_the_others(torchs: Any, step: str) -> None:
     getattr(torchs, step).side_effect = OwnError(f"no {step}")
     with pytest.raises(RuntimeError, match=f"{OPEN_TORCH}: rank 0: no {step}"):
-        torch_symm.TorchHeap(Ranks(), 16, CPU, range(2))  # type: ignore[arg-type]
+        torch_symm.open_torch_heap(Ranks(), 16, CPU, range(2))  # type: ignore[arg-type]
 
 
 def test_nobody_waits_in_torchs_rendezvous_for_a_rank_without_a_group(torchs: Any) -> None:
     with pytest.raises(RuntimeError, match="rank 1: no group"):
-        torch_symm.TorchHeap(Ranks(OPEN_TORCH, RuntimeError("rank 1: no group")), 16, CPU, range(2))  # type: ignore[arg-type]
+        torch_symm.open_torch_heap(Ranks(OPEN_TORCH, RuntimeError("rank 1: no group")), 16, CPU, range(2))  # type: ignore[arg-type]
     assert torchs.group.called and not torchs.rendezvous.called
