@@ -16,7 +16,6 @@ from ..schedule.transfers import Transfers
 from ..select.choose import Choice
 from ..select.method import CHUNK_COUNTS, Method
 from ..select.passes import Pass
-from ..select.tiling import blocks_together
 from .choice import network_chunks_of
 
 
@@ -83,7 +82,7 @@ class InterNodePlanner(Planner):
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
             wait_sms=int(Method(plan.method).multiplies),
-            together=blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
+            together=_blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
             by_rows=plan.method == "chunked" and pays_by_rows(plan.kind, topology, plan.chunks),
         )
 
@@ -121,3 +120,11 @@ def pays_by_rows(kind: Kind, topology: Topology, chunks: int) -> bool:
     long, or longer. With more ranks a chunk waits for several exchanges: 7 and 15 % longer between 3 and 4 nodes of one.
     """
     return kind.sums_blocks and topology.nodes == topology.world == 2 and chunks == CHUNK_COUNTS[-1]
+
+
+def _blocks_together(depth: int, local: int) -> int:
+    """How many of a node's `local` blocks of `depth` features A2A + GEMM multiplies at once, by the library across nodes of GPUs.
+
+    Each product reads and writes the sum in fp32: 8 bytes an element, which takes an H200 as long as a product of 700 features.
+    """
+    return min(local, -(-1024 // depth))

@@ -1,6 +1,6 @@
 """Launches of the persistent kernels: warp-specialised Gluon on Hopper, plain Triton elsewhere, interpreted on CPUs.
 
-The kernels for Hopper need TMA: bf16 or fp16, rows that start on 16 bytes, a GPU of compute capability 9 (select/tiling.py). The
+The kernels for Hopper need TMA: bf16 or fp16, rows that start on 16 bytes, a GPU of compute capability 9 (select/tiles.py). The
 plain ones serve other GPUs, fp32, sizes that TMA refuses, and Triton's interpreter.
 """
 
@@ -16,7 +16,7 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.slots import Call
 from ..schedule.order import units_in_run
-from ..select.tiling import HOPPER, HOPPER_TILE
+from ..select.tiles import HOPPER, HOPPER_TILE
 from .plan import MOST_DIRECT_PEERS, EnginePlan
 
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k

@@ -11,7 +11,7 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import Call
-from ..select.low_latency import flagged_bytes
+from ..select.method import flagged_bytes
 from .launch import grid_size, on_a_gpu, protocol_arguments
 
 _WARPS = 4

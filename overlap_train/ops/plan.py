@@ -15,17 +15,16 @@ from ..schedule.kinds import Kind
 from ..schedule.order import Topology, sources
 from ..schedule.transfers import Transfers, transfers_of
 from ..select.choose import Choice, alone, choose
-from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
-from ..select.method import Method
+from ..select.method import LOW_LATENCY, Method, flagged_bytes, refusal
 from ..select.passes import Pass
 from ..select.table import Table
-from ..select.tiles import chunks_of
-from ..select.tiling import (
+from ..select.tiles import (
     HOPPER,
     HOPPER_TILE,
     LIBRARY,
     PORTABLE,
     TileConfig,
+    chunks_of,
     portable_tile,
     tma_reads,
     tma_reads_weight,

@@ -22,10 +22,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from .choose import Took, fastest, untuned, winner_of
-from .low_latency import serving
-from .method import NAMES, Method
+from .cost import reach_of
+from .method import NAMES, Method, serving
 from .passes import Bucket, Pass
-from .reach import reach_of
 from .table import SAME, Table, Winner
 from .tiles import on_hopper
 

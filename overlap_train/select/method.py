@@ -1,7 +1,7 @@
 """The methods: in which ways an operator's pass can run, each with its options. When to take which: docs/choosing.md.
 
-              pushes  cuts  splits  kernels  multiplies  crosses  few_rows
-fused           x      x      x        x         x          x
+              pushes  cuts, splits  kernels  multiplies  crosses  few_rows
+fused           x          x           x         x          x
 direct                                 x         x
 low_latency                            x                             x
 chunked         x                                           x
@@ -10,12 +10,20 @@ collective                                                  x
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import METHODS
+from ..config import METHODS, flag_name
+from ..schedule.kinds import Kind
+from .passes import Pass
 
 NAMES = METHODS[1:]  # without auto
 CHUNK_COUNTS = (1, 2, 4, 8)  # of a block; a slot has signals for eight
+LOW_LATENCY = "low_latency"
+# Of what low_latency gathers or scatters: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in
+# each of three slots: 192 MiB.
+MOST_BYTES = 32 << 20
+_WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
 
 
 @dataclass(frozen=True)
@@ -42,18 +50,13 @@ class Method:
 
     @property
     def cuts(self) -> bool:
-        """It cuts blocks into chunks; sending them whole is an option."""
-        return self.name == "fused"
-
-    @property
-    def splits(self) -> bool:
-        """Its reduction may run in a second kernel."""
+        """It cuts blocks into chunks, and adds a scatter's partials, in its kernel: `whole` and `split_reduction` are options."""
         return self.name == "fused"
 
     @property
     def kernels(self) -> bool:
         """It runs kernels of ours, which CPUs have in Triton's interpreter only."""
-        return self.name in ("fused", "direct", "low_latency")
+        return self.name in ("fused", "direct", LOW_LATENCY)
 
     @property
     def multiplies(self) -> bool:
@@ -67,8 +70,8 @@ class Method:
 
     @property
     def few_rows(self) -> bool:
-        """It serves short gathers and scatters of tensor parallelism only (select/low_latency.py)."""
-        return self.name == "low_latency"
+        """It serves short gathers and scatters of tensor parallelism only."""
+        return self.name == LOW_LATENCY
 
     @property
     def is_plain(self) -> bool:
@@ -91,4 +94,28 @@ class Method:
         return self.name + cut + " split" * self.split_reduction + " barrier first" * self.barrier_first
 
 
-PLAIN = {name: Method(name) for name in NAMES}
+def flagged_bytes(received: int, world: int) -> int:
+    """What W blocks of `received` bytes take as the flagged words of low_latency."""
+    return world * -(-received // world // _DATA_BYTES) * _WORD_BYTES
+
+
+def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
+    """Why low_latency does not serve passes of a kind whose words take so many bytes, or None. name: of the operator."""
+    what = f"{name} with method={LOW_LATENCY!r}"
+    if kind.exchanges:
+        return f"{what}: it serves gathers and scatters, no all-to-alls; use 'auto' or 'direct' ({flag_name('method')})"
+    most = flagged_bytes(MOST_BYTES, 1)
+    if nbytes > most:
+        return (
+            f"{what}: what is gathered or scattered takes {nbytes / 2**20:.1f} MiB as words with flags, at most "
+            f"{most >> 20} are served, since it sends twice the bytes and pays below about 4 MiB; use 'auto' or 'direct' "
+            f"({flag_name('method')})"
+        )
+    return None
+
+
+def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
+    """Those of the given methods that serve a pass: all, but for low_latency where it does not."""
+    received = pass_.m * pass_.row_features * pass_.dtype.itemsize
+    serves = refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None
+    return [method for method in methods if method != LOW_LATENCY or serves]

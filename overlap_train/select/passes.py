@@ -49,6 +49,11 @@ class Pass:
         return features // self.world if self.kind.exchanges else features
 
     @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends to all others."""
+        return (self.world - 1) / self.world * self.m * self.row_features * self.dtype.itemsize
+
+    @property
     def bucket(self) -> Bucket:
         """Passes with the same bucket share a measurement: sizes within a factor of 1.5 of each other."""
         return self.kind, dtype_name(self.dtype), self.world, rounded_up(self.m), rounded_up(self.n), rounded_up(self.k)

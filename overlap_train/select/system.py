@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from .tiling import Target
-
 
 @dataclass(frozen=True, kw_only=True)
-class System(Target):
+class System:
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
     source: of its facts. peak_tflops, nvlink_gbs: data sheet. nvlink_lanes: 0: none, or not the same in all machines.
@@ -41,6 +39,9 @@ class System(Target):
 
     name: str
     source: str
+    capability: tuple[int, int]
+    sms: int
+    type: str = "cuda"
     peak_tflops: float
     nvlink_gbs: float
     nvlink_lanes: int = 18
@@ -49,11 +50,7 @@ class System(Target):
     tile_tflops: float
     burst_tflops: float
     sustained_tflops: float
-    settle_us: float = 490.0
-    small_tile: float = 0.88
-    portable: float = 0.83
     memory_gbs: float
-    torch_copy: float = 0.42
     copy_gbs: float
     push_us: float = 6.2
     store_gbs: float
@@ -62,7 +59,6 @@ class System(Target):
     nccl_us: float = 19.0
     nccl_pair_gbs: float
     nccl_ring_gbs: float
-    nccl_beside: float = 0.5
     gap_us: float = 1.5
     wait_us: float = 2.0
     ramp_us: float = 10.0

@@ -33,9 +33,9 @@ import torch
 from ..config import flag_name
 from ..schedule.kinds import Kind
 from ..warn import warn_user
+from .cost import reach_of
 from .method import NAMES, Method
 from .passes import Bucket, Pass, dtype_name
-from .reach import reach_of
 
 SAME = 0.02  # by so much two measurements of one thing differ
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.

@@ -89,7 +89,7 @@ class Simulation:
 
     def patch(self, scheduler: Scheduler) -> None:
         """Put the simulated machine under the core for the duration of the run."""
-        tiling = core("select.tiling")
+        tiling = core("select.tiles")
         scheduler.patch(tiling, "_INTERPRETED", tiling.TileConfig(TILE, TILE, TILE))
         scheduler.patch(core("ops.launch"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "grid_size", lambda *args: (self.ctas,))

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("triton")
 
 from overlap_train.kernels.signal_words import MAX_CHUNKS
-from overlap_train.select.tiling import HOPPER_TILE
+from overlap_train.select.tiles import HOPPER_TILE
 from tests.unit.hopper_model import Product, Scattered, at_outbox, run_scatter
 
 STAGES, QUEUE_DEPTH, PARTS = 4, 2, 2

@@ -22,7 +22,7 @@ from ... import check as check_timeouts
 from ...group.registry import domain_of
 from ...group.signals import poll
 from ...select.system import System, system_of
-from ...select.tiling import tma_reads
+from ...select.tiles import tma_reads
 from ...symmetric import SymmetricHeap, open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.timing import Call, Pace, measure

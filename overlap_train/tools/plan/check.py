@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from ...select.choose import alone, choose
-from ...select.cost import Estimate, library_us, nccl_us
+from ...select.cost import Estimate, library_us, reach_of
 from ...select.passes import Pass
-from ...select.reach import reach_of
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import LAYERS, PASSES, Case
@@ -79,7 +78,7 @@ def _operators(rows: list[Row], system: System) -> list[Compared]:
             seen.add(case)
             us |= {
                 "gemm": (library_us(system, p.rows, p.n, p.k), row["gemm_ms"]),
-                "comm": (nccl_us(p, system), row["comm_ms"]),
+                "comm": (reach_of(nodes).collective_us(p, system), row["comm_ms"]),
                 "sequence": (_by(COLLECTIVE, p, system, nodes).device_us, row["sequence_ms"]),
             }
         found += [Compared(case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]

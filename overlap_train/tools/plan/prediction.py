@@ -9,10 +9,9 @@ import torch
 
 from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
-from ...select.cost import Estimate, library_us
+from ...select.cost import Estimate, library_us, reach_of
 from ...select.method import NAMES, Method
 from ...select.passes import Pass
-from ...select.reach import reach_of
 from ...select.system import System
 from ...ulysses.parts import parts_that_hide
 from ..measure.cases import Case, cases_of, check_divisible

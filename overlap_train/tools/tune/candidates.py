@@ -19,15 +19,13 @@ from ...group.signals import Tag
 from ...nodes.choice import network_chunks_of
 from ...ops.plan import planner_of
 from ...ops.table import start_ag_gemm, start_gemm_rs
-from ...select.choose import Choice, Took, fastest, untuned
-from ...select.low_latency import serving
-from ...select.method import CHUNK_COUNTS, Method
+from ...select.choose import Choice, Took, fastest, untuned, with_options
+from ...select.cost import reach_of
+from ...select.method import CHUNK_COUNTS, Method, serving
 from ...select.passes import Pass
-from ...select.reach import reach_of
 from ...select.system import System
 from ...select.table import Winner
-from ...select.tiles import chunks_of, copy_us, saves_a_wave
-from ...select.tiling import equal_chunks
+from ...select.tiles import chunks_of, equal_chunks
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPERATORS, Case, cases_of, check_divisible
 from ..measure.models import MODELS, OPS_OF_LINEARS
@@ -85,8 +83,14 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
     is_free = not (pass_.kind.exchanges or pass_.kind.before_wgrad)
-    collides = pass_.world > 2 and plain.pushes and copy_us(pass_, system) > _SHORT_COPY_US and is_free
-    splits = plain.splits and (pass_.kind.before_wgrad or saves_a_wave(pass_, system))
+    collides = (
+        pass_.world > 2 and plain.pushes and pass_.sent_bytes / (system.copy_gbs * 1e3) > _SHORT_COPY_US and is_free
+    )
+    splits = (
+        plain.cuts
+        and pass_.kind.reduces
+        and (pass_.kind.before_wgrad or with_options(name, pass_, system).split_reduction)
+    )
     options = itertools.product(*((False, True) if may else (False,) for may in (cuts, splits, collides)))
     return [Method(name, *each) for each in options]
 

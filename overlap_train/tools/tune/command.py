@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ... import OverlapConfig, shutdown
 from ...config import flag_name
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
+from ...select.cost import reach_of
 from ...select.method import NAMES
-from ...select.reach import reach_of
 from ...select.table import LEFT_OUT, Key, Winner, key_of, save
 from ..measure import world
 from ..measure.cases import Case, cases_of
