@@ -284,7 +284,7 @@ class PlanCache:
     def end_run(self, trial: Autotune, name: str) -> None:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
-        found = self.runs.outcome(trial, self.table, name)
+        found = self.runs.end(trial, self.table, name)
         winners = {**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
         self.table = replace(self.table, winners=winners)
         for key, by_layout in self.plans.items():
@@ -292,7 +292,6 @@ class PlanCache:
                 self.before.put(key, planned.request)
         self.plans.clear()
         self.handles.clear()
-        self.runs.keep(found, trial, name)
 
 
 _caches: dict[dist.ProcessGroup, PlanCache] = {}

@@ -30,7 +30,7 @@ from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.table import start_a2a_gemm, start_gemm_a2a
 from ..ops.wgrad import WeightGradient
-from ..select.autotune import Autotune, Timed, TimedBracket
+from ..select.autotune import Autotune, TimedScope
 from .parts import Give, Part, ProductStep, Read, Step, run_steps
 from .rows import Rows
 
@@ -227,7 +227,7 @@ class TimedLinear(Linear):
 
     def _timed(self, kind: str) -> AbstractContextManager[None]:
         work = self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
-        return TimedBracket(nullcontext(), self.trial, Timed(self.name, kind, self.method, work))
+        return TimedScope(nullcontext(), self.trial, self.name, kind, self.method, work)
 
     def _timed_backward(self, wants_dx: bool) -> AbstractContextManager[None]:
         return self._timed(self.trial.fprop.dgrad.kind) if wants_dx else nullcontext()
