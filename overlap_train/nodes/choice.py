@@ -11,9 +11,9 @@ import torch
 from ..select.cost import Estimate, Reach, by_nccl_us, host_us, in_parts_us, library_us, sum_us
 from ..select.method import CHUNK_COUNTS, Method
 from ..select.passes import Pass
-from ..select.sm_budget import MOST_SMS
 from ..select.system import System
 from ..select.tiles import HOPPER_TILE, SHORTEST_COPY, chunk_count, chunks_of
+from .sm_budget import MOST_SMS
 
 # Between nodes of one rank nothing is passed on by copies as long as SHORTEST_COPY, and exchanges in a row cost no more than
 # one: 32 MiB took 13.7 to 14.8 ms in 4, 8, 16 and 32 of them, and 15.1 in one (2 x H200, sockets, 2.5 GB/s). But each keeps the

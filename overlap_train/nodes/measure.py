@@ -16,10 +16,10 @@ import torch
 from ..schedule.inter_node import send_recvs
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology
-from ..select.sm_budget import SmBudget
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from .engines import Piece
 from .nccl import Failures, NcclTransport
+from .sm_budget import SmBudget
 
 # Sockets carried 32 MiB in 4.5 to 10.8 ms within one run (2 x H200, a slow host). With one burst of each number of SMs, 8 looked
 # better than 4.

@@ -21,8 +21,8 @@ from typing import TypeAlias
 
 import torch
 
-from .choose import Took, fastest, untuned, winner_of
-from .cost import reach_of
+from .choose import fastest, untuned, winner_of
+from .cost import Estimate, reach_of
 from .method import NAMES, Method, serving
 from .passes import Pass
 from .table import SAME, Table, Winner
@@ -148,6 +148,6 @@ def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: to
         if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table, nodes) is not None:
             continue
         # Training itself was measured: what a layer does to a method is in its time.
-        how = fastest({how: Took(1e3 * time) for how, time in ms.items()}, default, SAME)
+        how = fastest({how: Estimate(1e3 * time) for how, time in ms.items()}, default, SAME)
         found.append(Winner(pass_, how, ms))
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .cost import reach_of, sum_us
+from .cost import Estimate, reach_of, sum_us
 from .method import NAMES, Method, serving
 from .passes import Pass
 from .system import System
@@ -42,53 +42,34 @@ _LONG_COPY_US, _COLLIDES = 125.0, 0.83
 _SECOND_KERNEL_US = 5.0  # that a split reduction takes beside reading and writing
 
 
-@dataclass(frozen=True)
-class Took:
-    """What one method took, or is estimated to take: microseconds of a call, and of its host."""
-
-    us: float
-    host_us: float = 0.0
-
-    @property
-    def launches_show(self) -> bool:
-        """Whether the host may be what a layer of such operators waits for."""
-        return self.host_us > _LAUNCHES_THAT_SHOW * self.us
-
-
-def fastest(took: Mapping[Method, Took], default: str, noise: float = NOISE) -> Method:
-    """The winner. default: the name of the method that wins against those that are as fast.
+def fastest(took: Mapping[Method, Estimate], default: str, noise: float = NOISE) -> Method:
+    """The winner of what was measured, or estimated. default: the name of the method that wins against those that are as fast.
 
     Times that differ by no more than `noise` are equal. If launches show in the time of the fastest, methods within twice the
-    noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default. Of one
-    method the plain way stays unless options make it faster by more than table.SAME. A method must have run plainly.
+    noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default: a burst
+    flatters it. Of one method the plain way stays unless options make it faster by more than table.SAME. A method must have run
+    plainly.
     """
-    best = {how.name: _best_way(took, how.name) for how in took if how.is_plain}
+    us = {how: one.us for how, one in took.items()}
+    best = {how.name: quickest_way(us, how.name) or how for how in took if how.is_plain}
     of = {name: took[how] for name, how in best.items()}
+    late = {name for name, one in of.items() if one.host_us > _LAUNCHES_THAT_SHOW * one.us}
     equal = _equal(of, noise)
-    if default in equal and (default == "collective" or not of[default].launches_show):
+    if default in equal and (default == "collective" or default not in late):
         return best[default]
-    if not any(of[name].launches_show for name in equal):
-        return best[min(_overlapping(equal), key=lambda name: of[name].us)]
-    near = _equal(of, 2 * noise)
-    if "collective" in of:
-        near = [name for name in near if of["collective"].us >= (1 - noise) * of[name].us]
-    return best[min(_overlapping(near), key=lambda name: of[name].host_us)]
+    shows = not late.isdisjoint(equal)
+    if shows and "collective" in of:
+        equal = [name for name in _equal(of, 2 * noise) if of["collective"].us >= (1 - noise) * of[name].us]
+    elif shows:
+        equal = _equal(of, 2 * noise)
+    names = [name for name in equal if name != "collective"] or equal
+    return best[min(names, key=lambda name: of[name].host_us if shows else of[name].us)]
 
 
-def _best_way(took: Mapping[Method, Took], name: str) -> Method:
-    """The fastest way in which a method ran, which the plain one is but for more than SAME."""
-    return quickest_way({how: one.us for how, one in took.items()}, name) or Method(name)
-
-
-def _equal(of: Mapping[str, Took], share: float) -> list[str]:
+def _equal(of: Mapping[str, Estimate], share: float) -> list[str]:
     """The methods that are slower than the fastest by no more than this share of their time."""
     least = min(took.us for took in of.values())
     return [name for name, took in of.items() if least >= (1 - share) * took.us]
-
-
-def _overlapping(names: list[str]) -> list[str]:
-    """The methods without `collective`, unless there is nothing else: a burst flatters it."""
-    return [name for name in names if name != "collective"] or ["collective"]
 
 
 @dataclass(frozen=True)
@@ -147,18 +128,15 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
     served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only
     names = [name for name in NAMES if served or not Method(name).multiplies]
     fits = [name for name in serving(names, pass_) if reach.may_choose(name)]
-    took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
+    took = {}
+    for name in fits:
+        how = with_options(name, pass_, system, nodes=nodes)
+        one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
+        took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
     return Choice(how, f"auto: not tuned: {why}")
-
-
-def _estimated(pass_: Pass, name: str, system: System, nodes: int) -> Took:
-    how = with_options(name, pass_, system, nodes=nodes)
-    found = reach_of(nodes).estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
-    host_us = _SLOWER_HOST * found.host_us
-    return Took(max(found.device_us, host_us), host_us)
 
 
 def _is_narrow(pass_: Pass, system: System) -> bool:
@@ -174,7 +152,7 @@ def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
 
 def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:
     """How a method runs a pass: as measured, else as the rules say."""
-    measured = None if winner is None else winner.options_of(name)
+    measured = None if winner is None else quickest_way(winner.ms, name)
     if not reach_of(nodes).has_rules:
         return measured or Method(name)
     if system.type != "cuda":

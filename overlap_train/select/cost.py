@@ -199,14 +199,14 @@ def _longest(p: Pass, gemm: float, sent: float, chunks: int = 1, tile: float = 0
 
 def _kernel_us(p: Pass, how: Method, system: System) -> tuple[float, float, float]:
     """The GEMM by our kernels: waves of tiles, one tile, and what power allows. A tile takes longer where rows of several ranks
-    fill it, and rows of each block read b again."""
+    fill it, and the rows of each block that is gathered read b again."""
     kind, tile, chunks = p.kind, HOPPER_TILE, chunks_of(how, p, system)
     rows, columns = max(1, p.m // p.world // chunks), p.n // (p.world if kind.splits_columns else 1)
     blocks = chunks * (1 if kind.sums_blocks else p.world)
     tiles = tile.count(rows, columns, blocks)
     tile_us = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
     cut = tiles if kind.receives else tile.pairs(rows, columns, chunks)
-    reads = min(tile.count(rows, 1, blocks), blocks) if kind.gathers or (kind.reduces and tiles > system.sms) else 1
+    reads = blocks if kind.gathers else 1
     speed = 1.0 if on_hopper(p, system) else _PORTABLE_SPEED
     waves_us = max(count_waves(tiles, system.sms, cut) * tile_us, sum_us(system, reads * columns * p.k * _BF16)) / speed
     return waves_us, min(waves_us, tile_us / speed), _power_us(system, p.rows, p.n, p.k) / speed

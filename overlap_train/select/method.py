@@ -1,11 +1,16 @@
 """The methods: in which ways an operator's pass can run, each with its options. When to take which: docs/choosing.md.
 
-              pushes  cuts, splits  kernels  multiplies  crosses  few_rows
-fused           x          x           x         x          x
-direct                                 x         x
-low_latency                            x                             x
-chunked         x                                           x
-collective                                                  x
+              pushes  cuts  kernels  multiplies  crosses
+fused           x      x      x         x          x
+direct                        x         x
+low_latency                   x
+chunked         x                                  x
+collective                                         x
+
+pushes: the copy engine sends its blocks; pushes of skewed ranks collide. cuts: it cuts blocks into chunks, and adds a scatter's
+partials in its kernel; `whole` and `split_reduction` are options. kernels: it runs kernels of ours, which CPUs have in Triton's
+interpreter only. multiplies: it multiplies in such kernels, and not by the library. crosses: it serves groups that span nodes.
+low_latency serves short gathers and scatters only (`serving`).
 """
 
 from __future__ import annotations
@@ -45,33 +50,23 @@ class Method:
 
     @property
     def pushes(self) -> bool:
-        """The copy engine sends its blocks; pushes of skewed ranks collide."""
         return self.name in ("fused", "chunked")
 
     @property
     def cuts(self) -> bool:
-        """It cuts blocks into chunks, and adds a scatter's partials, in its kernel: `whole` and `split_reduction` are options."""
         return self.name == "fused"
 
     @property
     def kernels(self) -> bool:
-        """It runs kernels of ours, which CPUs have in Triton's interpreter only."""
         return self.name in ("fused", "direct", LOW_LATENCY)
 
     @property
     def multiplies(self) -> bool:
-        """It multiplies in such kernels, and not by the library."""
         return self.name in ("fused", "direct")
 
     @property
     def crosses(self) -> bool:
-        """It serves groups that span nodes."""
         return self.name in ("fused", "chunked", "collective")
-
-    @property
-    def few_rows(self) -> bool:
-        """It serves short gathers and scatters of tensor parallelism only."""
-        return self.name == LOW_LATENCY
 
     @property
     def is_plain(self) -> bool:

@@ -19,8 +19,8 @@ from ...group.signals import Tag
 from ...nodes.choice import network_chunks_of
 from ...ops.plan import planner_of
 from ...ops.table import start_ag_gemm, start_gemm_rs
-from ...select.choose import Choice, Took, fastest, untuned, with_options
-from ...select.cost import reach_of
+from ...select.choose import Choice, fastest, untuned, with_options
+from ...select.cost import Estimate, reach_of
 from ...select.method import CHUNK_COUNTS, Method, serving
 from ...select.passes import Pass
 from ...select.system import System
@@ -120,7 +120,7 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
         return None
     timings = session.time({str(how): call for how, call in calls.items()}, case.flops(world.size))
     took = {how: timings[str(how)] for how in calls}
-    how = fastest({how: Took(1e3 * one.ms, one.host_us) for how, one in took.items()}, default)
+    how = fastest({how: Estimate(1e3 * one.ms, one.host_us) for how, one in took.items()}, default)
     return Winner(planned, how, {how: one.ms for how, one in took.items()})
 
 

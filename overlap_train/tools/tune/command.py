@@ -19,7 +19,7 @@ from ...config import flag_name
 from ...flags import PROVIDERS, Parser, add_options, from_args, option, positive_int, positive_int_or_0
 from ...select.cost import reach_of
 from ...select.method import NAMES
-from ...select.table import LEFT_OUT, Key, Winner, key_of, save
+from ...select.table import Key, Winner, key_of, save
 from ..measure import world
 from ..measure.cases import Case, cases_of
 from ..measure.models import MODELS
@@ -171,7 +171,7 @@ def where_kept(folder: str, key: Key) -> str:
         ways += [
             "CUDA_DEVICE_MAX_CONNECTIONS=1" if key.queues == "one" else "CUDA_DEVICE_MAX_CONNECTIONS unset, or not 1"
         ]
-        ways += [f"{flag_name('network')} {key.network}"] if key.network != LEFT_OUT["network"] else []
+        ways += [f"{flag_name('network')} {key.network}"] if key.network != Key.network else []
     return f"{folder}/{key.file_name}" + (f" (train with {', '.join(ways)})" if ways else "")
 
 
