@@ -49,7 +49,7 @@ class InterNodePlan(EnginePlan):
 
     @property
     def error(self) -> str | None:
-        if not self.slots or Method(self.method).crosses:
+        if not self.slots or self.variant.crosses:
             return None
         return (
             f"method={self.method!r} in a group of {self.nodes} nodes: its kernels send inside one node only; use "
@@ -81,7 +81,7 @@ class InterNodePlanner(Planner):
             reduce_sms=config.reduce_sms if adds else 0,
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
-            wait_sms=int(Method(plan.method).multiplies),
+            wait_sms=int(plan.variant.multiplies),
             together=_blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
             by_rows=plan.method == "chunked" and pays_by_rows(plan.kind, topology, plan.chunks),
         )

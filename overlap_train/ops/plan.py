@@ -38,14 +38,13 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own. chunks: of each
-    block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive. concurrent_sms:
-    the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while its result
-    leaves.
+    kind: of the engine. variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the
+    library has its own. chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which
+    their blocks arrive. concurrent_sms: the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight
+    gradient is multiplied while its result leaves.
     """
 
     kind: Kind
-    method: str
     reason: str
     variant: Method
     kernels: str
@@ -59,9 +58,8 @@ class EnginePlan:
     inside_node = True  # whether all ranks of the group are in one
 
     @cached_property
-    def receives(self) -> bool:
-        """Whether the rank multiplies what it receives, and not what it sends."""
-        return self.kind.receives
+    def method(self) -> str:
+        return self.variant.name
 
     @cached_property
     def slots(self) -> int:
@@ -92,12 +90,12 @@ class EnginePlan:
     @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
-        return self.kind.sums_blocks and Method(self.method).pushes
+        return self.kind.sums_blocks and self.variant.pushes
 
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind.splits_columns and Method(self.method).pushes and self.inside_node
+        return self.kind.splits_columns and self.variant.pushes and self.inside_node
 
     @property
     def error(self) -> str | None:
@@ -132,16 +130,14 @@ class Planner:
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
         transfers = self.transfers_of(kind, chunks, tiled=how.name == "fused")
-        return EnginePlan(kind, how.name, choice.reason, how, kernels, tile, chunks, transfers, order)
+        return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
         transfers = self.transfers_of(fprop.kind, chunks=1, tiled=False)
-        return EnginePlan(
-            fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources
-        )
+        return EnginePlan(fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources)
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """An exchange alone, beside a product of another group."""
@@ -255,7 +251,7 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
             refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
             if refused is not None:
                 return refused
-        if device.type == "cuda" or not Method(engine.method).kernels:
+        if device.type == "cuda" or not engine.variant.kernels:
             continue
         if not interpreted():
             return (
@@ -263,21 +259,13 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if Method(engine.method).multiplies and plan.dtype == torch.bfloat16:
+        if engine.variant.multiplies and plan.dtype == torch.bfloat16:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "
                 f"float16, or method 'chunked' ({flag_name('method')})"
             )
     return None
-
-
-def error_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
-    """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
-    memory."""
-    sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
-    errors = [topology_problem or engine.error for engine in sharing]
-    return next((error for error in errors if error is not None), None)
 
 
 def error_together(exchange: Plan, product: Plan, nodes: tuple[int, int]) -> str | None:

@@ -21,7 +21,7 @@ from ..select import table
 from ..select.autotune import Autotune
 from ..select.table import Table
 from .launch import is_interpreted
-from .plan import Plan, barrier_first, error_across_nodes, error_on_device, make_plan
+from .plan import Plan, barrier_first, error_on_device, make_plan
 from .spec import OperatorSpec, autocast_error
 
 if TYPE_CHECKING:
@@ -163,7 +163,9 @@ def settled_plan(
 
 def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
     """Why a plan cannot run in a domain, or None."""
-    return error_on_device(plan, domain.device, is_interpreted) or error_across_nodes(plan, domain.nodes.problem)
+    sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
+    errors = [domain.nodes.problem or engine.error for engine in sharing]
+    return error_on_device(plan, domain.device, is_interpreted) or next(filter(None, errors), None)
 
 
 class PlanCache:
@@ -379,13 +381,8 @@ def plan_of(
 
 
 def refuse(
-    problem: str,
-    spec: OperatorSpec,
-    group: dist.ProcessGroup,
-    config: OverlapConfig | None,
-    device: torch.device,
-    name: str,
-) -> NoReturn:
+    problem: str, spec: OperatorSpec, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device, name: str,
+) -> NoReturn:  # fmt: skip
     """Raise ValueError(problem), for arguments of which no plan can be made: on every rank, at the operator's first call in its
     group.
 
