@@ -25,9 +25,7 @@ BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TIL
 PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
 # Tiles that are stored at a peer leave at NVLink's pace: a buffer for each quarter of one, and a stage less, hide that.
 STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
-# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster: 8192 x 14336 x 4096 took
-# 7 us longer than with the copy engine with 1024, 22 with 2048 (of 637); with copies as long as the product, 8192 x 2048 x 4096
-# took 162 us with 1024, 161 with 2048, 165 with 4096 (2 x H200, benchmarks/notes.md).
+# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster (benchmarks/notes.md).
 STEP = 1024
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
@@ -75,7 +73,7 @@ class ScatterOperands:
 
 
 def on_a_gpu(domain: OverlapDomain) -> bool:
-    """Whether kernels are compiled for a GPU, and not run by the interpreter, which has no clock and takes small pieces."""
+    """Whether kernels are compiled, and not run by the interpreter, which has no clock and takes small pieces."""
     return domain.device.type == "cuda"
 
 

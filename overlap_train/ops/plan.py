@@ -71,13 +71,8 @@ class EnginePlan:
         """SMs that products leave alone, so that nothing starves another."""
         return self.concurrent_sms
 
-    def beside(self, sms: int) -> EnginePlan:
-        """The same, beside what another group sends, which holds so many SMs."""
-        return replace(self, concurrent_sms=sms)
-
     @cached_property
-    def reduces_later(self) -> bool:
-        """Whether a kernel of its own adds a scatter's partials."""
+    def reduces_later(self) -> bool:  # by a kernel of its own
         return self.variant.split_reduction
 
     @cached_property
@@ -237,11 +232,6 @@ def _request(
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
     )
-
-
-def barrier_first(plan: Plan, gathers: bool) -> bool:
-    """Whether the backward pass starts with a barrier. gathers: x is sent again in it."""
-    return plan.dgrad.variant.barrier_first and (gathers or not plan.spec.sends_input)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

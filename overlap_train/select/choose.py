@@ -17,24 +17,21 @@ from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import HOPPER_TILE, count_waves, on_hopper
 
-# What two measurements differ by in a burst (SAME), and more, since in a layer the order may change: NCCL won one backward by
-# 2.1 % alone, but in training that backward took 0.61 instead of 0.51 ms.
+# More than two measurements of one thing differ by in a burst (SAME), since in a layer the order may change.
 NOISE = 0.05
-# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host; then methods within
-# twice the noise count as equal, and the one with the least host time wins.
+# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host.
 _LAUNCHES_THAT_SHOW = 0.5
 # Hosts differ: estimates are for a fast one, and the slowest that was measured needs 1.8 times as long.
 _SLOWER_HOST = 1.5
 # (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
-# layers, the library is faster in training, which bursts do not show: a step of Llama-3 8B is 1.050 times as fast as
-# Megatron-Core's with `chunked` there, 1.040 with `fused`.
+# layers, the library is faster in training by 1 % of a step, which bursts do not show.
 _LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
 # With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product.
 _FEW_ROWS = 1024
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
 _COPIES_THAT_SHOW = 0.62
-# A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
-# the own tiles, once each: at 0.66 it gained 7 %, at 0.59 it cost 2 %.
+# A split reduction pays where a column's backward sends x, or its partials, for so many times as long as it multiplies before the
+# own tiles: at 0.66 it gained 7 %, at 0.59 it cost 2 %.
 _LATE = 0.625
 # Skewed ranks hit the same destination, and stay skewed. Where a column linear's backward gathers and scatters for longer than it
 # multiplies, and longer than this, a barrier first gained 20 %; of shorter copies it gained nothing.
@@ -93,9 +90,7 @@ class Choice:
         return replace(self, how=replace(self.how, **options))  # type: ignore[arg-type]
 
 
-def choose(
-    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1
-) -> Choice:  # fmt: skip
+def choose(requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
     nodes: that the group spans. What a group of another number has measured says nothing about it.

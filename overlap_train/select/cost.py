@@ -45,15 +45,13 @@ class Estimate:
 
     @property
     def us(self) -> float:
-        """Microseconds of a call where calls follow each other, as the benchmark measures them."""
+        """Of a call where calls follow each other, as the benchmark measures them."""
         return max(self.device_us, self.host_us)
 
 
 class Reach:
-    """A group inside one node; nodes/choice.py has those that span several.
-
-    nodes: that it spans. has_rules: whether rules say how a method runs (choose.by_rules); else it runs plainly, or as measured.
-    """
+    """A group inside one node; nodes/choice.py has those that span several. nodes: that it spans. has_rules: whether rules say
+    how a method runs (choose._by_rules); else it runs plainly, or as measured."""
 
     nodes = 1
     has_rules = True
@@ -71,11 +69,8 @@ class Reach:
         return _nccl_us(pass_, system)
 
     def estimate(self, pass_: Pass, how: Method, system: System, backward: bool = False) -> Estimate:
-        """What a pass takes by a method.
-
-        backward: the whole backward of its linear: also the weight gradient, under which a column linear's partial sums leave,
-        and for which it gathers its input again.
-        """
+        """What a pass takes by a method. backward: the whole backward of its linear: also the weight gradient, under which a
+        column linear's partial sums leave, and for which it gathers its input again."""
         alone, finish = _alone_us(pass_, how, system), _finish_us(pass_, how, system)
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
@@ -102,7 +97,6 @@ def library_us(system: System, m: int, n: int, k: int, sm_margin: int = 0, parts
 
 
 def _tile_us(system: System, rows: int, columns: int, k: int) -> float:
-    """A tile [rows, columns] on one SM, at the highest clock."""
     return 2 * rows * columns * k * system.sms / (system.tile_tflops * 1e6)
 
 
@@ -124,8 +118,7 @@ def by_nccl_us(p: Pass, system: System, exchange_us: float) -> float:
 
 
 def _nccl_us(p: Pass, system: System) -> float:
-    is_pair = p.world == 2 and not p.kind.exchanges
-    gbs = system.nccl_pair_gbs if is_pair else system.nccl_ring_gbs
+    gbs = system.nccl_pair_gbs if p.world == 2 and not p.kind.exchanges else system.nccl_ring_gbs
     return 0.0 if p.world == 1 else system.nccl_us + p.sent_bytes / (gbs * 1e3)
 
 

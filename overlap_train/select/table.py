@@ -48,9 +48,7 @@ class Key:
 
     nodes: that the ranks are on, as many on each. crossings: the version of their schedule. network, queues: between nodes of
     GPUs. network: what carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one
-    (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose
-    product takes twice as long as the network takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many
-    (h200x2/hierarchical).
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it.
     """
 
     gpu: str  # "cpu" without one
@@ -150,10 +148,9 @@ def read(folder: str, key: Key) -> Table:
     """The table in a folder; without winners where there is no file, or none that can be used, which is a warning."""
     try:
         return Table(_read(path_of(folder, key), key), key.nodes)
-    except FileNotFoundError:
-        return Table({}, key.nodes)
     except OSError as error:
-        _warn(path_of(folder, key), error)
+        if not isinstance(error, FileNotFoundError):
+            _warn(path_of(folder, key), error)
         return Table({}, key.nodes)
 
 

@@ -1,10 +1,5 @@
 """How a product is cut: which kernels multiply it, with which tiles, in how many waves, and into how many chunks each block is
-sent.
-
-GEMM + RS, rows, columns, on two GPUs    tiles of the peer, own    waves of 132
-4100, 4096                               272, 272                  four, and one of halves
-  split reduction                        528, some of them of both four
-"""
+sent."""
 
 from __future__ import annotations
 
@@ -19,21 +14,16 @@ from .system import System
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
 
-# A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB. Chunks shorten the end:
-# of a gather the last GEMM, of a scatter what the own rows wait for. AG + GEMM of 8192 x 14336 x 4096 reached 0.95 of its bound
-# with 8 MiB and 0.93 with 16 (4 x H200).
+# A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB.
 SHORTEST_COPY = 8 << 20
-# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2. A gather
-# of 8192 x 14336 x 4096 took 0.672 ms so and 0.689 with chunks half as long (2 x H200).
+# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
 _SHORTEST_DIRECT = 1024  # rows
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages.
-
-    parts: strips of rows of a tile, each of which may be of another chunk.
-    """
+    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages. parts: strips of
+    rows of a tile, each of which may be of another chunk."""
 
     block_m: int
     block_n: int
