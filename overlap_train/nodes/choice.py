@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..select.cost import Estimate, Reach, by_nccl_us, host_us, in_parts_us, library_us, sum_us
-from ..select.method import CHUNK_COUNTS, Method
-from ..select.passes import Pass
+from ..select.method import CHUNK_COUNTS, Method, Pass
 from ..select.system import System
 from ..select.tiles import HOPPER_TILE, SHORTEST_COPY, chunk_count, chunks_of
 from .sm_budget import MOST_SMS

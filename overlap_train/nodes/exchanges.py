@@ -20,8 +20,7 @@ from ..schedule.inter_node import (
     leaving,
     most_in_flight,
 )
-from ..schedule.order import Topology
-from ..schedule.transfers import Transfer
+from ..schedule.order import Topology, Transfer
 from .engines import Exchange, InterNodeEngine
 from .plan import InterNodePlan
 from .slots import NodeCall

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from ..gpu.driver import leave_captures_alone
 from ..schedule.inter_node import SendRecv
-from ..schedule.order import Topology
-from ..schedule.transfers import Transfer
+from ..schedule.order import Topology, Transfer
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from ..symmetric.bounded import bounded
 from .engines import CONNECT, Exchange, Piece, StreamEngine

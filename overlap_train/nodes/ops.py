@@ -51,8 +51,7 @@ from ..ops.gemm_rs import ChunkedGemmReduceScatter
 from ..ops.launch import GatherOperands, ScatterOperands
 from ..schedule.inter_node import SendRecv
 from ..schedule.kinds import Kind
-from ..schedule.order import chunks_after_own, chunks_by_rows, multiplied_together
-from ..schedule.transfers import Transfer, Transfers
+from ..schedule.order import Transfer, Transfers, chunks_after_own, chunks_by_rows, multiplied_together
 from .engines import InterNodeEngine
 from .exchanges import OperandExchanges, ResultExchanges, Sent
 from .plan import InterNodePlan

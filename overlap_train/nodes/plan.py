@@ -11,11 +11,9 @@ from ..config import OverlapConfig, flag_name
 from ..ops.plan import EnginePlan, Planner
 from ..schedule.inter_node import SendRecv, send_recvs, transfers_of
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology
-from ..schedule.transfers import Transfers
+from ..schedule.order import Topology, Transfers
 from ..select.choose import Choice
-from ..select.method import CHUNK_COUNTS, Method
-from ..select.passes import Pass
+from ..select.method import CHUNK_COUNTS, Method, Pass
 from .choice import network_chunks_of
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.transfers import Transfers
+from ..schedule.order import Transfers
 from ..select.tiles import HOPPER
 from . import launch
 from .launch import GatherOperands, should_run_async

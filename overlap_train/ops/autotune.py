@@ -16,7 +16,7 @@ from ..group.memory import Request, may_hold
 from ..select import table
 from ..select.autotune import Autotune, TimedScope, methods_to_try, winners, work_of
 from ..select.choose import winner_of
-from ..select.passes import Bucket, Pass
+from ..select.method import Bucket, Pass
 from ..select.table import Table, Winner
 from ..select.tiles import on_hopper
 from ..warn import warn_user

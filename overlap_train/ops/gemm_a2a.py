@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.transfers import Transfers
+from ..schedule.order import Transfers
 from . import launch
 from .launch import ScatterOperands, should_run_async
 from .plan import EnginePlan

@@ -12,11 +12,9 @@ import torch
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology, sources
-from ..schedule.transfers import Transfers, transfers_of
+from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
-from ..select.method import LOW_LATENCY, Method, flagged_bytes, refusal
-from ..select.passes import Pass
+from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal
 from ..select.table import Table
 from ..select.tiles import (
     HOPPER,

@@ -23,8 +23,7 @@ import torch
 
 from .choose import fastest, untuned, winner_of
 from .cost import Estimate, reach_of
-from .method import NAMES, Method, serving
-from .passes import Pass
+from .method import NAMES, Method, Pass, serving
 from .table import SAME, Table, Winner
 
 # Of a pass by a method, the last ones. The first turns of a job meet a cold allocator and a cold GPU.

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .cost import Estimate, reach_of, sum_us
-from .method import NAMES, Method, serving
-from .passes import Pass
+from .method import NAMES, Method, Pass, serving
 from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import HOPPER_TILE, count_waves, on_hopper

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from .method import Method
-from .passes import Pass
+from .method import Method, Pass
 from .system import System
 from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
 

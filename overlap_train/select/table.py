@@ -32,8 +32,7 @@ from ..config import flag_name
 from ..schedule.kinds import Kind
 from ..warn import warn_user
 from .cost import reach_of
-from .method import NAMES, Method
-from .passes import Bucket, Pass, dtype_name
+from .method import NAMES, Bucket, Method, Pass, dtype_name
 
 SAME = 0.02  # by so much two measurements of one thing differ
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .method import CHUNK_COUNTS, Method
-from .passes import Pass
+from .method import CHUNK_COUNTS, Method, Pass
 from .system import System
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'

@@ -20,11 +20,9 @@ from overlap_train.ops.plan import EnginePlan, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
 from overlap_train.ops.table import start_ag_gemm, start_gemm_rs
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Topology
-from overlap_train.schedule.transfers import transfers_of
+from overlap_train.schedule.order import Topology, transfers_of
 from overlap_train.select.choose import choose
-from overlap_train.select.method import Method
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import Method, Pass
 from overlap_train.select.table import UNTUNED
 from overlap_train.select.tiles import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
 from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound

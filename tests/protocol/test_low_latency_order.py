@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("greenlet")
 
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Topology, sources, targets, tile_order
-from overlap_train.schedule.transfers import transfers_of
+from overlap_train.schedule.order import Topology, sources, targets, tile_order, transfers_of
 from tests.protocol.actors import Actor
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.interpreter_hooks import MemoryAccess

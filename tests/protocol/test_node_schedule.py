@@ -16,8 +16,7 @@ import pytest
 
 from overlap_train.schedule import inter_node, transfers
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Topology
-from overlap_train.schedule.transfers import NETWORK, NODE_SUM, NVLINK
+from overlap_train.schedule.order import NETWORK, NODE_SUM, NVLINK, Topology
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2

@@ -26,8 +26,7 @@ from overlap_train.ops.plan import EnginePlan
 from overlap_train.ops.table import IN_NODE
 from overlap_train.schedule.kinds import Kind
 from overlap_train.select.choose import Choice
-from overlap_train.select.method import Method
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import Method, Pass
 from overlap_train.select.table import Winner, key_of, path_of, read, save
 from overlap_train.tools.measure.cases import Case
 from overlap_train.tools.measure.results import Results

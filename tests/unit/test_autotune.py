@@ -18,8 +18,7 @@ from overlap_train.select.autotune import (
     winners,
     work_of,
 )
-from overlap_train.select.method import NAMES, Method
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.table import UNTUNED, Table, Winner
 
 FPROP = Pass(Kind.AG_GEMM, 8, 3, 4, torch.float32, 2)

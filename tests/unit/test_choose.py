@@ -18,8 +18,7 @@ from overlap_train.config import METHODS
 from overlap_train.schedule.kinds import Kind
 from overlap_train.select.choose import alone, fastest
 from overlap_train.select.cost import Estimate, Reach
-from overlap_train.select.method import NAMES, Method
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.tools.measure.cases import Case

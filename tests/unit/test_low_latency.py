@@ -17,8 +17,7 @@ from overlap_train.ops.plan import Plan, error_on_device, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.select.method import LOW_LATENCY, MOST_BYTES, flagged_bytes, serving
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import LOW_LATENCY, MOST_BYTES, Pass, flagged_bytes, serving
 from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 

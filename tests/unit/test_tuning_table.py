@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from overlap_train.schedule.kinds import Kind
-from overlap_train.select.method import Method
-from overlap_train.select.passes import Pass, rounded_up
+from overlap_train.select.method import Method, Pass, rounded_up
 from overlap_train.select.table import Key, Table, Winner, key_of, path_of, read, save
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)

@@ -13,7 +13,7 @@ import torch
 
 from ...select.choose import alone, choose
 from ...select.cost import Estimate, library_us, reach_of
-from ...select.passes import Pass
+from ...select.method import Pass
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import LAYERS, PASSES, Case

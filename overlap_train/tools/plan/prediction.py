@@ -10,8 +10,7 @@ import torch
 from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
 from ...select.cost import Estimate, library_us, reach_of
-from ...select.method import LOW_LATENCY, NAMES
-from ...select.passes import Pass
+from ...select.method import LOW_LATENCY, NAMES, Pass
 from ...select.system import System
 from ...ulysses.parts import parts_that_hide
 from ..measure.cases import Case, cases_of, check_divisible

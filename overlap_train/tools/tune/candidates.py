@@ -21,8 +21,7 @@ from ...ops.plan import planner_of
 from ...ops.table import start_ag_gemm, start_gemm_rs
 from ...select.choose import Choice, fastest, untuned, with_options
 from ...select.cost import Estimate, reach_of
-from ...select.method import CHUNK_COUNTS, Method, serving
-from ...select.passes import Pass
+from ...select.method import CHUNK_COUNTS, Method, Pass, serving
 from ...select.system import System
 from ...select.table import Winner
 from ...select.tiles import chunks_of, equal_chunks
