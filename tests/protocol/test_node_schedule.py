@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from overlap_train.schedule import inter_node, transfers
+from overlap_train.schedule import inter_node, order
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import NETWORK, NODE_SUM, NVLINK, Topology
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2
 PACKAGE = "overlap_train.schedule"
-FILES = ("order", "transfers", "inter_node")  # each imports from those before
+FILES = ("order", "inter_node")  # each imports from those before
 EXCHANGES = (Kind.A2A_GEMM, Kind.GEMM_A2A)
 KINDS = (Kind.AG_GEMM, Kind.GEMM_RS, *EXCHANGES)
 
@@ -353,7 +353,7 @@ def test_one_node_is_as_it_was() -> None:
         assert SCHEDULE.sources(topology) == tuple((rank - step) % world for step in range(1, world))
         for kind in KINDS:
             assert SCHEDULE.sources(topology, kind) == SCHEDULE.sources(topology)
-            mine = transfers.transfers_of(kind, topology, 2)
+            mine = order.transfers_of(kind, topology, 2)
             assert {(transfer.link, transfer.fills, transfer.carries) for transfer in mine} <= {
                 (NVLINK, rank, SCHEDULE.OPERAND)
             }
