@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
     from .select.choose import Choice, choose
-    from .select.passes import Pass
+    from .select.method import Pass
     from .symmetric.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
     from .ulysses.attention_layout import QkNorm, Rotary
     from .ulysses.layout import AttentionHeads, SequenceLayout, SequenceShards
@@ -28,7 +28,7 @@ _MODULES = {
     "config": ("OverlapConfig",),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "select.choose": ("Choice", "choose"),
-    "select.passes": ("Pass",),
+    "select.method": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
     "symmetric.peers": ("OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError"),
     "ulysses.attention_layout": ("QkNorm", "Rotary"),

@@ -19,8 +19,7 @@ import torch
 from ..cache import BoundedCache
 from ..gpu.launch import LaunchCache
 from ..kernels.signal_words import FIRST_COUNTERS, MAX_CHUNKS
-from ..schedule.order import Topology, targets
-from ..schedule.transfers import Transfer, Transfers
+from ..schedule.order import Topology, Transfer, Transfers, targets
 from .copy_engine import Route
 from .signals import Tag
 

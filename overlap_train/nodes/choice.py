@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from ..select.cost import Estimate, Work, library_us, sum_us
-from ..select.method import CHUNK_COUNTS, Method
-from ..select.passes import Pass
-from ..select.reach import Reach
-from ..select.sm_budget import MOST_SMS
+from ..select.cost import Estimate, Reach, by_nccl_us, host_us, in_parts_us, library_us, sum_us
+from ..select.method import CHUNK_COUNTS, Method, Pass
 from ..select.system import System
-from ..select.tiles import chunks_of, sent_bytes
-from ..select.tiling import network_chunk_count, pays_in_short_chunks, products_that_fill
+from ..select.tiles import HOPPER_TILE, SHORTEST_COPY, chunk_count, chunks_of
+from .sm_budget import MOST_SMS
 
+# Between nodes of one rank nothing is passed on by copies as long as SHORTEST_COPY, and exchanges in a row cost no more than
+# one: 32 MiB took 13.7 to 14.8 ms in 4, 8, 16 and 32 of them, and 15.1 in one (2 x H200, sockets, 2.5 GB/s). But each keeps the
+# host for 0.2 to 0.4 ms. A network that carries 4 MiB in less than that would wait for the host.
+_SHORTEST_EXCHANGE, _SLOW_GBS = 4 << 20, 10.0
 # Raised whenever the schedule between nodes becomes another one. Tables of one node stay.
 CROSSINGS = 1
 
@@ -43,7 +44,7 @@ class AcrossNodes(Reach):
         """An all-gather or reduce-scatter is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how
         fast. The rings of a node leave it by all NICs of its ranks. An all-to-all sends to far ranks over each rank's own NIC.
         """
-        world, local, nbytes = pass_.world, pass_.world // self.nodes, sent_bytes(pass_)
+        world, local, nbytes = pass_.world, pass_.world // self.nodes, pass_.sent_bytes
         if pass_.kind.exchanges:
             far = (world - local) / (world - 1) * nbytes / (system.nic_gbs * 1e3) + system.nic_us
             return system.nccl_us + max((local - 1) / (world - 1) * nbytes / (system.nccl_ring_gbs * 1e3), far)
@@ -54,35 +55,28 @@ class AcrossNodes(Reach):
     def estimate(self, pass_: Pass, how: Method, system: System, backward: bool = False) -> Estimate:
         """What crosses the network is the slowest of all, or the GEMM is, which leaves some SMs to it. Partial sums cross as sums
         of a node."""
-        one, local = Work(pass_, how, system), pass_.world // self.nodes
-        again = backward and not one.kind.receives
-        wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, sm_margin=MOST_SMS) if backward else 0.0
+        kind, local = pass_.kind.engine, pass_.world // self.nodes
+        again = backward and not kind.receives
+        wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, MOST_SMS) if backward else 0.0
+        host = host_us(pass_, how, system, backward)
         if how.name == "collective":
-            rounds = 2 if again and one.kind.reduces else 1
-            device = rounds * self.collective_us(pass_, system) + one.gemm_us + one.put_together() + wgrad
-            return Estimate(device + 3 * system.gap_us, one.host_us(backward))
+            rounds = 2 if again and kind.reduces else 1
+            return Estimate(by_nccl_us(pass_, system, rounds * self.collective_us(pass_, system)) + wgrad, host)
+        block_bytes = pass_.sent_bytes / (pass_.world - 1)
         chunks = network_chunks_of(how, pass_, system, self.nodes, system.nic_gbs)
         parts = chunks * (self.nodes if how.multiplies or local == 1 else pass_.world)
-        exchanges = (self.nodes - 1) * (local if one.kind.exchanges else 1)
-        network = exchanges * (one.block_bytes / (system.nic_gbs * 1e3) + chunks * system.nic_us)
-        copies = (local - 1) * self.nodes * one.push_us(1)  # what arrives is passed on, or partials are collected
-        sums = sum_us(system, (local + self.nodes) * one.block_bytes) if one.kind.reduces else 0.0
-        gemm = _gemm_us(one, chunks)
+        exchanges = (self.nodes - 1) * (local if kind.exchanges else 1)
+        network = exchanges * (block_bytes / (system.nic_gbs * 1e3) + chunks * system.nic_us)
+        # What arrives is passed on, or partials are collected.
+        copies = (local - 1) * self.nodes * (block_bytes / (system.copy_gbs * 1e3) + system.push_us)
+        sums = sum_us(system, (local + self.nodes) * block_bytes) if kind.reduces else 0.0
+        gemm = library_us(system, pass_.rows, pass_.n, pass_.k, MOST_SMS)
+        if not how.multiplies:
+            gemm = in_parts_us(pass_, system, chunks, MOST_SMS)
         device = max(gemm, network + gemm / parts, copies + gemm / parts) + sums + system.nic_us + 2 * system.gap_us
         if backward:
             device = max(device + wgrad, (1 + again) * network + sums)
-        return Estimate(device, one.host_us(backward) + (1 + again) * exchanges * chunks * system.host_exchange_us)
-
-
-def _gemm_us(one: Work, chunks: int) -> float:
-    """The GEMM beside the network: one kernel's, or the library's, chunk by chunk."""
-    p = one.pass_
-    if one.how.multiplies:
-        return library_us(one.system, p.rows, p.n, p.k, sm_margin=MOST_SMS)
-    columns = p.n // (p.world if one.kind.splits_columns else 1)
-    depth = p.k // (p.world if one.kind.sums_blocks else 1)
-    count = p.world * chunks
-    return count * library_us(one.system, p.m // count, columns, depth, count, MOST_SMS)
+        return Estimate(device, host + (1 + again) * exchanges * chunks * system.host_exchange_us)
 
 
 def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: int, gbs: float) -> int:
@@ -91,17 +85,19 @@ def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, n
     if how.chunks or system.type != "cuda" or not how.pushes:
         return chunks_of(how, pass_, system)
     row_bytes, m_shard = pass_.row_features * pass_.dtype.itemsize, max(1, pass_.m // pass_.world)
+    pays_in_short = local == 1 and 0 < gbs < _SLOW_GBS
+    most, shortest = (8, _SHORTEST_EXCHANGE) if pays_in_short else (4, SHORTEST_COPY)
     # One is multiplied while the next is on its way.
-    return network_chunk_count(
-        m_shard, row_bytes, _most_products(how, pass_, local, system.sms), pays_in_short_chunks(local, gbs)
-    )
+    products = _most_products(how, pass_, local, system.sms)
+    return chunk_count(m_shard, row_bytes, True, max(1, min(most, products)), shortest)
 
 
 def _most_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
-    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs."""
+    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs, so that the tiles of each fill
+    the SMs of a GPU: one with fewer tiles takes as long as one of so many."""
     if how.multiplies and not pass_.kind.receives and local == 1:
         return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
     # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
     at_once = local if how.multiplies and pass_.kind.gathers else 1
     columns = pass_.n // (pass_.world if pass_.kind.splits_columns else 1)
-    return products_that_fill(max(1, pass_.m // pass_.world), columns, at_once, sms)
+    return at_once * HOPPER_TILE.count(max(1, pass_.m // pass_.world), columns) // sms

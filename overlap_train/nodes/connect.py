@@ -19,7 +19,6 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan
 from ..schedule.order import Topology
-from ..select.sm_budget import SmBudget, in_words
 from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
@@ -29,6 +28,7 @@ from .measure import connect
 from .nccl import NcclEngine, NcclTransport
 from .nvshmem import PUT_GBS, NvshmemEngine, NvshmemPuts
 from .slots import NodeCall, NodeSlot
+from .sm_budget import SmBudget, in_words
 
 
 class NodeWaits(BoundedWaits):

@@ -33,8 +33,7 @@ from ..group.signals import FaultRecord
 from ..ops.launch import aligned
 from ..schedule.inter_node import SendRecv, send_recvs
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology
-from ..schedule.transfers import Transfers
+from ..schedule.order import Topology, Transfers
 from ..symmetric.agreement import Agreement, on_all_ranks
 from .slots import NodeCall
 

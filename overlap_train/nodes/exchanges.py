@@ -9,8 +9,7 @@ from itertools import cycle
 import torch
 
 from ..schedule.inter_node import EXCHANGE, FAR, SendRecv, exchanges_ahead, exchanges_before_wgrad, leaving
-from ..schedule.order import Topology
-from ..schedule.transfers import Transfer
+from ..schedule.order import Topology, Transfer
 from .engines import Exchange, InterNodeEngine
 from .plan import InterNodePlan
 from .slots import NodeCall

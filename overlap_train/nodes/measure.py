@@ -15,10 +15,10 @@ from ..group.signals import FaultRecord
 from ..schedule.inter_node import send_recvs
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology
-from ..select.sm_budget import SmBudget
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from .engines import Piece
 from .nccl import NcclTransport
+from .sm_budget import SmBudget
 
 COUNTS = (2, 4, 8)  # and as many as NCCL may have; half of them send while the others receive
 # For twice the SMs the wire must carry so much more: a product loses about that without the next 4 SMs (benchmarks/notes.md).

@@ -43,8 +43,7 @@ from ..ops.gemm_a2a import ChunkedGemmAllToAll, FusedGemmAllToAll, new_blocks
 from ..ops.gemm_rs import ChunkedGemmReduceScatter
 from ..ops.launch import GatherOperands, ScatterOperands
 from ..schedule.kinds import Kind
-from ..schedule.order import chunks_after_own, multiplied_together
-from ..schedule.transfers import Transfer
+from ..schedule.order import Transfer, chunks_after_own, multiplied_together
 from .engines import InterNodeEngine
 from .exchanges import Exchanges, Sent
 from .plan import InterNodePlan

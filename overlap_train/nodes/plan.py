@@ -11,11 +11,9 @@ from ..config import OverlapConfig, flag_name
 from ..ops.plan import EnginePlan, Planner
 from ..schedule.inter_node import SendRecv, send_recvs, transfers_of
 from ..schedule.kinds import Kind
-from ..schedule.transfers import Transfers
+from ..schedule.order import Transfers
 from ..select.choose import Choice
-from ..select.method import Method
-from ..select.passes import Pass
-from ..select.tiling import blocks_together
+from ..select.method import Method, Pass
 from .choice import network_chunks_of
 
 
@@ -48,7 +46,7 @@ class InterNodePlan(EnginePlan):
 
     @property
     def error(self) -> str | None:
-        if not self.slots or Method(self.method).crosses:
+        if not self.slots or self.variant.crosses:
             return None
         return (
             f"method={self.method!r} in a group of {self.nodes} nodes: its kernels send inside one node only; use "
@@ -80,8 +78,8 @@ class InterNodePlanner(Planner):
             reduce_sms=config.reduce_sms if adds else 0,
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
-            wait_sms=int(Method(plan.method).multiplies),
-            together=blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
+            wait_sms=int(plan.variant.multiplies),
+            together=_blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
         )
 
     def sent_again(self, fprop: EnginePlan) -> InterNodePlan:
@@ -108,3 +106,11 @@ class InterNodePlanner(Planner):
             nodes=self.topology.nodes,
             send_recvs=exchanges,
         )
+
+
+def _blocks_together(depth: int, local: int) -> int:
+    """How many of a node's `local` blocks of `depth` features A2A + GEMM multiplies at once, by the library across nodes of GPUs.
+
+    Each product reads and writes the sum in fp32: 8 bytes an element, which takes an H200 as long as a product of 700 features.
+    """
+    return min(local, -(-1024 // depth))

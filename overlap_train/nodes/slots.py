@@ -16,8 +16,7 @@ from ..group.signals import next_word
 from ..group.slots import BARRIER, Call, Calls, Layout, Slot
 from ..group.waits import BoundedWaits
 from ..kernels.signal_words import MAX_CHUNKS
-from ..schedule.order import Topology
-from ..schedule.transfers import ARRIVED, LANDED, Transfer
+from ..schedule.order import ARRIVED, LANDED, Topology, Transfer
 from ..symmetric import SymmetricHeap
 
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.transfers import Transfers
-from ..select.tiling import HOPPER
+from ..schedule.order import Transfers
+from ..select.tiles import HOPPER
 from . import launch
 from .launch import GatherOperands, should_run_async
 from .plan import EnginePlan

@@ -14,12 +14,15 @@ from ..config import OverlapConfig, flag_name
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, may_hold
 from ..select import table
-from ..select.autotune import Autotune, RunKey, Timed, TimedBracket, is_known, key_of, methods_to_try, winners, work_of
-from ..select.passes import Pass
+from ..select.autotune import Autotune, TimedScope, methods_to_try, winners, work_of
+from ..select.choose import winner_of
+from ..select.method import Bucket, Pass
 from ..select.table import Table, Winner
+from ..select.tiles import on_hopper
 from ..warn import warn_user
-from .plan import Plan
 from .plan_cache import Planned, PlannedOp, Scope, error_here, settled_plan
+
+RunKey = tuple[Bucket, bool]  # what linears of one run have in common; whether the Hopper kernels serve them
 
 
 @dataclass(kw_only=True)
@@ -34,15 +37,15 @@ class Candidate(Planned):
         kinds = {"fprop": self.run.fprop.kind, "dgrad": self.run.fprop.dgrad.kind}
 
         def timed(scope: Scope, pass_: str) -> Scope:
-            return TimedBracket(scope, self.run, Timed(name, kinds[pass_], self.method, self.work))
+            return TimedScope(scope, self.run, name, kinds[pass_], self.method, self.work)
 
         return PlannedOp(self.domain, self.plan, name, meaning, self.trains, timed)
 
 
 @dataclass(kw_only=True)
 class InRun(Planned):
-    """The plan that `auto` would take, and those that take turns. The former runs each linear's first call, CUDA graphs, and the
-    turns of methods that do not serve these sizes. It is not timed."""
+    """The plan that `auto` would take, and those that take turns: of each method its own, or the former where the method does not
+    serve these sizes. The former also runs each linear's first call, and CUDA graphs. It is not timed."""
 
     run: Autotune
     candidates: tuple[Planned, ...]
@@ -80,111 +83,82 @@ class InRun(Planned):
         return candidate.method if isinstance(candidate, Candidate) else None
 
     def _candidate(self, name: str) -> Planned:
-        if self.domain.is_capturing():
-            self._note_capture(name)
-            return self
-        turn = self.run.next_turn(name)
-        return self if turn is None else self.candidates[turn]
-
-    def _note_capture(self, name: str) -> None:
-        """Replays are no calls, so they never end a run: rank 0 of the group says it once."""
         run = self.run
-        if not run.captured and self.domain.rank == 0:
+        if not self.domain.is_capturing():
+            turn = run.next_turn(name)
+            return self if turn is None else self.candidates[turn]
+        if not run.is_captured and self.domain.rank == 0:  # replays are no calls, so they never end a run
             warn_user(
-                f"tune_steps={run.steps}: a CUDA graph captures {name} after {run.calls(name)} calls, before the ranks have "
+                f"tune_steps={run.steps}: a CUDA graph captures {name} after {run.calls[name]} calls, before the ranks have "
                 f"compared its methods; the graph keeps the untuned plan; capture later (Megatron: raise "
                 f"--cuda-graph-warmup-steps; a step has a call for each micro-batch), or lower {flag_name('tune_steps')}"
             )
-        run.captured.add(name)
-
-
-def _candidates(planned: Planned, run: Autotune, plans: dict[str, Plan], work: int) -> tuple[Planned, ...]:
-    """In turn, of each method: its plan, or the untuned one where the method does not serve these sizes."""
-    domain, trains = planned.domain, planned.trains
-    return tuple(
-        Candidate(domain, plans[method], trains, run=run, method=method, work=work) if method in plans else planned
-        for method in run.methods
-    )
+        run.is_captured = True
+        return self
 
 
 class AutotuneRuns:
-    """The autotune runs of one domain, by what their linears have in common (RunKey). None stands for a run that has ended, or
-    was not needed: each is made once."""
+    """The autotune runs of one domain, by what their linears have in common. None stands for a run that has ended, or was not
+    needed: each is made once."""
 
     def __init__(self, domain: OverlapDomain) -> None:
         self._domain = domain
-        self._trials: dict[RunKey, Autotune | None] = {}
+        self._runs: dict[RunKey, Autotune | None] = {}
 
     def begun(self, planned: Planned, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor) -> Planned:
-        """The plan in a trial, where a measurement is wanted: `auto` of a linear of which none was made.
+        """The plan in a run, where a measurement is wanted: `auto` of a linear of which none was made.
 
         config: of the call, with tune_steps. x, w: its operands, in which nothing is wrong.
         """
-        spec, domain = planned.plan.spec, self._domain
-        n, k = w.shape
-        fprop = Pass(spec.fprop, spec.global_rows(x, domain.world_size), n, k, x.dtype, domain.world_size)
-        if self._is_over(fprop, known):
+        spec, domain, nodes = planned.plan.spec, self._domain, self._domain.topology.nodes
+        device, world, (n, k) = domain.device, domain.world_size, w.shape
+        fprop = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
+        key = self._key(fprop)
+        if key not in self._runs and all(winner_of(p, device, known, nodes) is not None for p in (fprop, fprop.dgrad)):
+            self._runs[key] = None
+        if key in self._runs and self._runs[key] is None:
             return planned
-        plans = {
-            method: settled_plan(domain, spec, config.by(method), known, x, w)
-            for method in methods_to_try(fprop, domain.device, domain.topology.nodes)
-        }
-        runs = self._admitted(plans, planned.request)
-        trial = self._trial_of(fprop, tuple(runs), config)
-        return (
-            planned
-            if trial is None
-            else InRun(
-                domain,
-                planned.plan,
-                planned.trains,
-                run=trial,
-                candidates=_candidates(planned, trial, runs, work_of(fprop)),
-            )
-        )
-
-    def _is_over(self, fprop: Pass, known: Table) -> bool:
-        """Whether a trial of these sizes has ended, or is not needed. Asked before nodes are connected for it."""
-        domain, key = self._domain, key_of(fprop, self._domain.device)
-        if key not in self._trials and is_known(fprop, known, domain.device, domain.topology.nodes):
-            self._trials[key] = None
-        return key in self._trials and self._trials[key] is None
-
-    def _admitted(self, plans: dict[str, Plan], untuned: Request) -> dict[str, Plan]:
-        """The plans that can run here, each if the memory that there may be holds it beside those before it and the untuned one:
-        blocks and flagged words have memory of their own, so that their needs add up. The same on all ranks."""
-        domain = self._domain
-        admitted, needed = {}, untuned
-        for method, plan in plans.items():
+        # Each plan that can run here, if the memory that there may be holds it beside those before it and the untuned one: blocks
+        # and flagged words have memory of their own, so that their needs add up. The same on all ranks.
+        plans, needed = {}, planned.request
+        for method in methods_to_try(fprop, device, nodes):
+            plan = settled_plan(domain, spec, config.by(method), known, x, w)
             together = needed.covering(plan.request)
             if error_here(plan, domain) is None and may_hold(domain, together):
-                admitted[method], needed = plan, together
-        return admitted
+                plans[method], needed = plan, together
+        if key not in self._runs:
+            self._runs[key] = Autotune(fprop, tuple(plans), config.tune_steps, device) if len(plans) > 1 else None
+        run, work, trains = self._runs[key], work_of(fprop), planned.trains
+        if run is None:
+            return planned
+        candidates = tuple(
+            Candidate(domain, plans[method], trains, run=run, method=method, work=work) if method in plans else planned
+            for method in run.methods
+        )
+        return InRun(domain, planned.plan, trains, run=run, candidates=candidates)
 
-    def _trial_of(self, fprop: Pass, methods: tuple[str, ...], config: OverlapConfig) -> Autotune | None:
-        device = self._domain.device
-        key = key_of(fprop, device)
-        if key not in self._trials:
-            self._trials[key] = Autotune(fprop, methods, config.tune_steps, device) if len(methods) > 1 else None
-        return self._trials[key]
+    def is_under_way(self, run: Autotune) -> bool:
+        """Whether a run has not ended."""
+        return self._runs.get(self._key(run.fprop)) is run
 
-    def is_under_way(self, trial: Autotune) -> bool:
-        """Whether a trial has not ended."""
-        return self._trials.get(key_of(trial.fprop, self._domain.device)) is trial
-
-    def outcome(self, trial: Autotune, known: Table, name: str) -> list[Winner]:
-        """The winners, the same on all ranks; the trial is over. Communicates. name: of the linear whose call ends it."""
-        domain = self._domain
-        what = f"{name}: tell what each method took in {trial.steps} calls"
-        of_all_ranks = domain.agreement.exchange(trial.times(), what, kind="end of a trial")
-        self._trials[key_of(trial.fprop, domain.device)] = None
-        return winners(trial.fprop, of_all_ranks, known, domain.device, domain.topology.nodes)
-
-    def keep(self, found: Sequence[Winner], trial: Autotune, name: str) -> None:
-        """Rank 0 of the group stores the winners, for the next run. Rank 0 of the job prints them."""
-        where = _save(self._domain, found) if self._domain.rank == 0 else ""
+    def end(self, run: Autotune, known: Table, name: str) -> list[Winner]:
+        """The winners, the same on all ranks. Communicates. Rank 0 of the group stores them, for the next run; rank 0 of the job
+        prints them. name: of the linear whose call ends the run."""
+        domain, what = self._domain, f"{name}: tell what each method took in {run.steps} calls"
+        of_all_ranks = domain.agreement.exchange(run.times(), what, kind="end of a trial")
+        self._runs[self._key(run.fprop)] = None
+        found = winners(run.fprop, of_all_ranks, known, domain.device, domain.topology.nodes)
+        where = _save(domain, found) if domain.rank == 0 else ""
         if dist.get_rank() == 0:
-            _print(found, trial, name, where)
+            first = (
+                f"overlap_train: {name} and linears of about its sizes ({run.fprop}), in {run.steps} calls, {where}:"
+            )
+            lines = [f"  {_in_words(winner, run.fprop)}" for winner in found] or ["  too few calls to tell"]
+            print(first, *lines, sep="\n", file=sys.stderr, flush=True)
+        return found
+
+    def _key(self, fprop: Pass) -> RunKey:
+        return fprop.bucket, on_hopper(fprop, self._domain.device)
 
 
 def _save(domain: OverlapDomain, found: Sequence[Winner]) -> str:
@@ -199,16 +173,8 @@ def _save(domain: OverlapDomain, found: Sequence[Winner]) -> str:
         return "for this run only"
 
 
-def _print(found: Sequence[Winner], trial: Autotune, name: str, where: str) -> None:
-    first = f"overlap_train: {name} and linears of about its sizes ({trial.fprop}), in {trial.steps} calls, {where}:"
-    directions = (f"  {_DIRECTIONS[winner.measured.kind == trial.fprop.kind]} {_in_words(winner)}" for winner in found)
-    print(first, *(directions if found else ["  too few calls to tell"]), sep="\n", file=sys.stderr, flush=True)
-
-
-_DIRECTIONS = ("backward", "forward")
-
-
-def _in_words(winner: Winner) -> str:
-    """ "fused (fused 0.412 ms, direct 0.430 ms)"."""
+def _in_words(winner: Winner, fprop: Pass) -> str:
+    """ "forward fused (fused 0.412 ms, direct 0.430 ms)"."""
+    direction = "forward" if winner.measured.kind == fprop.kind else "backward"
     times = sorted(winner.ms.items(), key=lambda item: item[1])
-    return f"{winner.how} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"
+    return f"{direction} {winner.how} ({', '.join(f'{method} {ms:.3f} ms' for method, ms in times)})"

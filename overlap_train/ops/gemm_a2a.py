@@ -8,8 +8,7 @@ GEMM + AllToAll of a part of a long sequence that another part follows: blocks t
 The product leaves the peers' blocks in the own slot, block d for rank d. When all ranks have come so far, each one's copy
 engine pulls its blocks out of the peers' slots, straight to where they belong. So nobody's SMs move a block. What is pushed
 into a slot has to be copied out of it, and the driver makes copies inside a GPU by a kernel, which finds no SM while a product
-runs. A part of 491520 x 2048 x 2048 took 550 us when it was pushed and takes 510 when it is pulled (2 x H200, two hosts). The
-last part is pushed: its blocks have no other product to travel beside.
+runs (510 us a part instead of 550). The last part is pushed: its blocks have no other product to travel beside.
 
 Rule 3 holds as for blocks that are sent ahead (workspace.py): a rank meets its peers in part n after it has pulled part n - 2.
 The barrier advances the slot's epoch, as `next_epoch` does in other calls: once a use. Or a peer in another call would take the
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.transfers import Transfers
+from ..schedule.order import Transfers
 from . import launch
 from .launch import ScatterOperands, should_run_async
 from .plan import EnginePlan
@@ -42,11 +41,8 @@ class GemmAllToAll(Protocol):
 
 
 class CollectiveGemmAllToAll:
-    """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo.
-
-    A GEMM for each rank took 0.96 to 1.4 times as long with 2 ranks, 1.0 to 3.2 with 8, 1.2 to 11 with 32, and as many calls of
-    the host. One GEMM and a copy that cuts it into blocks took 1.1 to 1.3 times as long (H100, benchmarks/notes.md).
-    """
+    """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo. A GEMM for each rank, or one and a copy
+    that cuts it into blocks, takes longer (benchmarks/notes.md)."""
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,

@@ -73,15 +73,8 @@ class ChunkedGemmReduceScatter:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
 
 
-class FusedGemmReduceScatter:
+class FusedGemmReduceScatter(ChunkedGemmReduceScatter):
     """One persistent kernel. A counter per destination and chunk releases its push by the copy engine."""
-
-    def __init__(
-        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
-    ) -> None:
-        self._domain, self._plan, self._tag = domain, plan, tag
-        self._a, self._b = launch.operand(plan, a_mk), b_kn
-        self._start()
 
     def _start(self) -> None:
         self._open()
@@ -89,6 +82,7 @@ class FusedGemmReduceScatter:
         launch.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
 
     def _open(self) -> None:
+        self._a = launch.operand(self._plan, self._a)
         self._y = self._a.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])  # perhaps a partial
         self._call = self._domain.workspace.open(self._y.shape, self._a.dtype, self._tag, self._plan.chunks)
 
@@ -109,13 +103,11 @@ class DirectGemmReduceScatter(FusedGemmReduceScatter):
         launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
 
 
-class LowLatencyGemmReduceScatter:
+class LowLatencyGemmReduceScatter(ChunkedGemmReduceScatter):
     """One library GEMM; then, after what the caller does meanwhile, one kernel that sends and adds."""
 
-    def __init__(
-        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
-    ) -> None:
-        self._domain, self._plan, self._tag, self._partial = domain, plan, tag, torch.mm(a_mk, b_kn)
+    def _start(self) -> None:
+        self._partial = torch.mm(self._a, self._b)
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.sm_margin)

@@ -1,6 +1,6 @@
 """Launches of the persistent kernels: warp-specialised Gluon on Hopper, plain Triton elsewhere, interpreted on CPUs.
 
-The kernels for Hopper need TMA: bf16 or fp16, rows that start on 16 bytes, a GPU of compute capability 9 (select/tiling.py). The
+The kernels for Hopper need TMA: bf16 or fp16, rows that start on 16 bytes, a GPU of compute capability 9 (select/tiles.py). The
 plain ones serve other GPUs, fp32, sizes that TMA refuses, and Triton's interpreter.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.slots import Call
 from ..schedule.order import units_in_run
-from ..select.tiling import HOPPER, HOPPER_TILE
+from ..select.tiles import HOPPER, HOPPER_TILE
 from .plan import MOST_DIRECT_PEERS, EnginePlan
 
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
@@ -24,9 +25,7 @@ BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TIL
 PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
 # Tiles that are stored at a peer leave at NVLink's pace: a buffer for each quarter of one, and a stage less, hide that.
 STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
-# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster: 8192 x 14336 x 4096 took
-# 7 us longer than with the copy engine with 1024, 22 with 2048 (of 637); with copies as long as the product, 8192 x 2048 x 4096
-# took 162 us with 1024, 161 with 2048, 165 with 4096 (2 x H200, benchmarks/notes.md).
+# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster (benchmarks/notes.md).
 STEP = 1024
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
@@ -73,54 +72,26 @@ class ScatterOperands:
     y: torch.Tensor
 
 
-@dataclass(frozen=True)
-class KernelArguments:
-    """What all kernels are told by the same name."""
-
-    arguments: dict[str, Any]
-    constants: dict[str, Any]
-
-
 def on_a_gpu(domain: OverlapDomain) -> bool:
-    """Whether kernels are compiled for a GPU, and not run by the interpreter, which has no clock and takes small pieces."""
+    """Whether kernels are compiled, and not run by the interpreter, which has no clock and takes small pieces."""
     return domain.device.type == "cuda"
 
 
-def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> KernelArguments:
-    """The arguments and constants that tell a kernel of one call the protocol: rank, signals, epoch, counters, time limit, tag.
-    direct: the kernel stores at the peers itself, and advances the epoch."""
+def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> dict[str, Any]:
+    """What tells a kernel of one call the protocol: rank, signals, epoch, counters, time limit, tag. direct: the kernel stores at
+    the peers itself, and advances the epoch."""
     counters = call.slot.direct_counters if direct else call.slot.counters
     timeout_s, on_gpu = domain.config.timeout_s, on_a_gpu(domain)
-    arguments = dict(
+    return dict(
         rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
         counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=call.tag.word,
         limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
     )  # fmt: skip
-    return KernelArguments(arguments, dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks))
 
 
-def receiving_arguments(domain: OverlapDomain, call: Call, operands: GatherOperands) -> KernelArguments:
-    """What a kernel that multiplies what arrives is told besides: whether it leaves, and whether it stores the own rows at the
-    peers, and in which pieces.
-
-    A chunk must have fewer than 2^31 elements, 4 GiB in bf16.
-
-    PIECE: elements that are claimed and counted at once: 32 KB in bf16, which take a CTA a few microseconds; two or more of a
-    chunk in the tests.
-    """
-    slot = call.slot
-    arguments = dict(
-        sent_ptr=slot.direct_counters.sent, memory_at_ptr=slot.memory_at, leaves=int(operands.leaves),
-        here_ptr=slot.counters.here,
-    )  # fmt: skip
-    return KernelArguments(arguments, dict(DIRECT=operands.sends, PIECE=16384 if on_a_gpu(domain) else 64))
-
-
-def sending_constants(plan: EnginePlan, direct: bool) -> dict[str, Any]:
-    """Which form of the kernel that multiplies and sends a plan takes. direct: it stores at the peers itself."""
-    exchange = plan.kind.splits_columns
-    return dict(DIRECT=direct, REDUCE=not exchange and not plan.reduces_later, EXCHANGE=exchange)
+def _protocol_constants(domain: OverlapDomain, call: Call) -> dict[str, Any]:
+    return dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks)
 
 
 def grid_size(programs: int, device: torch.device, sm_margin: int) -> tuple[int]:
@@ -151,11 +122,8 @@ def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, op
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
     how = (plan.kernels, operands.sends, operands.leaves)
     key = (plan.kind, how, plan.sm_margin, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
-    call.launches.run(
-        key,
-        (*addresses, call.tag.word),
-        lambda: _gather_launch(domain, call, plan, operands, block),
-    )
+    launch = partial(_gather_launch, domain, call, plan, operands, block)
+    call.launches.run(key, (*addresses, call.tag.word), launch)
 
 
 def readable(plan: EnginePlan, operands: GatherOperands) -> GatherOperands:
@@ -177,11 +145,8 @@ def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, opera
     layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
     how = (plan.kernels, staging is None, plan.reduces_later)
     key = (plan.kind, how, plan.sm_margin, layout, _compiled_for(plan, addresses))
-    call.launches.run(
-        key,
-        (*addresses, call.tag.word),
-        lambda: _scatter_launch(domain, call, plan, operands),
-    )
+    launch = partial(_scatter_launch, domain, call, plan, operands)
+    call.launches.run(key, (*addresses, call.tag.word), launch)
 
 
 def multiply_and_push(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
@@ -260,14 +225,15 @@ def _gather_launch(
         arguments[f"{received}_ptr"] = call.blocks
         constants, programs = _portable_constants(plan, domain), plan.tile.count(m_shard, n) * blocks
         replaced = ((), ("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",))  # it finds the own block from own
-    protocol, receiving = protocol_arguments(domain, call, direct=sends), receiving_arguments(domain, call, operands)
-    return Launch(
-        kernel,
-        grid_size(programs, domain.device, plan.sm_margin),
-        arguments | protocol.arguments | receiving.arguments,
-        constants | protocol.constants | receiving.constants,
-        replaced,
-    )
+    arguments |= dict(
+        sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at, leaves=int(operands.leaves),
+        here_ptr=call.slot.counters.here,
+    )  # fmt: skip
+    # PIECE: elements that are claimed and counted at once, of a chunk of fewer than 2^31 (4 GiB in bf16): 32 KB in bf16, which
+    # take a CTA a few microseconds; two or more of a chunk in the tests.
+    constants |= dict(DIRECT=sends, PIECE=16384 if on_a_gpu(domain) else 64) | _protocol_constants(domain, call)
+    grid = grid_size(programs, domain.device, plan.sm_margin)
+    return Launch(kernel, grid, arguments | protocol_arguments(domain, call, sends), constants, replaced)
 
 
 def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
@@ -275,8 +241,8 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
     Hopper unused where the kernel stores at the peers, else y then), y, tag."""
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     m_shard, n = y.shape
-    direct = staging is None
-    sending = sending_constants(plan, direct)
+    direct, exchange = staging is None, plan.kind.splits_columns
+    adds = not exchange and not plan.reduces_later
     arguments: dict[str, Any] = dict(m_shard=m_shard, n=n, k=a_mk.shape[1])
     if plan.kernels == HOPPER:
         kernel = _hopper_kernel(plan)
@@ -285,17 +251,12 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
             y_desc=_stored(y, call.chunks), received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
         )  # fmt: skip
         arguments |= _places(domain, call, staging, arguments["y_desc"])
-        run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, sending["REDUCE"])
+        run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, adds)
         constants = _hopper_constants(b_kn, STAGES_DIRECT if direct else STAGES)
         constants |= {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
         count = HOPPER_TILE.count(m_shard, n)
-        replaced: Replaced = (
-            ("a_desc",),
-            ("b_desc", "b_half_desc"),
-            () if direct else ("to1_desc",),
-            ("y_desc",),
-            ("tag",),
-        )
+        written = () if direct else ("to1_desc",)
+        replaced: Replaced = (("a_desc",), ("b_desc", "b_half_desc"), written, ("y_desc",), ("tag",))
     else:
         kernel = _portable_kernel(plan)
         arguments |= dict(
@@ -305,20 +266,15 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
         )  # fmt: skip
         constants, count = _portable_constants(plan, domain), plan.tile.count(m_shard, n)
         replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
-    protocol = protocol_arguments(domain, call, direct)
-    return Launch(
-        kernel,
-        grid_size(count * domain.world_size, domain.device, plan.sm_margin),
-        arguments | protocol.arguments,
-        constants | protocol.constants | sending,
-        replaced,
-    )
+    constants |= dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call)
+    grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
+    return Launch(kernel, grid, arguments | protocol_arguments(domain, call, direct), constants, replaced)
 
 
 def _hopper_kernel(plan: EnginePlan) -> Any:
     from ..kernels import hopper_all_gather_gemm, hopper_all_to_all_gemm, hopper_gemm_reduce_scatter
 
-    if not plan.receives:
+    if not plan.kind.receives:
         return hopper_gemm_reduce_scatter.hopper_gemm_reduce_scatter_kernel
     if plan.kind.sums_blocks:
         return hopper_all_to_all_gemm.hopper_all_to_all_gemm_kernel
@@ -328,7 +284,7 @@ def _hopper_kernel(plan: EnginePlan) -> Any:
 def _portable_kernel(plan: EnginePlan) -> Any:
     from ..kernels import all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter
 
-    if not plan.receives:
+    if not plan.kind.receives:
         return gemm_reduce_scatter.gemm_reduce_scatter_kernel
     return all_to_all_gemm.all_to_all_gemm_kernel if plan.kind.sums_blocks else all_gather_gemm.all_gather_gemm_kernel
 

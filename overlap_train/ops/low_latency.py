@@ -11,7 +11,7 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import Call
-from ..select.low_latency import flagged_bytes
+from ..select.method import flagged_bytes
 from .launch import grid_size, on_a_gpu, protocol_arguments
 
 _WARPS = 4
@@ -69,21 +69,16 @@ def _scatter_launch(
 
 
 def _launch(
-    kernel: Any,
-    domain: OverlapDomain,
-    call: Call,
-    tensors: dict[str, torch.Tensor],
-    block_bytes: int,
-    sm_margin: int,
+    kernel: Any, domain: OverlapDomain, call: Call, tensors: dict[str, torch.Tensor], block_bytes: int, sm_margin: int,
     **constants: Any,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """The Launch of a kernel of the low-latency protocol. tensors: two, by name, which are replaced from call to call.
     block_bytes: of one rank's block."""
     unit, blocks = next(iter(tensors.values())).element_size(), call.slot.flagged.nbytes
     assert flagged_bytes(block_bytes * domain.world_size, domain.world_size) <= blocks, (
         "its plan has asked for that memory"
     )
-    protocol = protocol_arguments(domain, call, direct=True).arguments
+    protocol = protocol_arguments(domain, call, direct=True)
     arguments = tensors | dict(
         words_ptr=call.slot.flagged, words_at_ptr=call.slot.flagged_at, size=block_bytes // unit,
         sent_ptr=call.slot.direct_counters.sent, **{name: protocol[name] for name in _TOLD},

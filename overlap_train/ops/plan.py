@@ -13,20 +13,17 @@ import torch
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology, sources
-from ..schedule.transfers import Transfers, transfers_of
+from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
-from ..select.low_latency import LOW_LATENCY, flagged_bytes, refusal
-from ..select.method import Method
-from ..select.passes import Pass
+from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal
 from ..select.table import Table
-from ..select.tiles import chunks_of
-from ..select.tiling import (
+from ..select.tiles import (
     HOPPER,
     HOPPER_TILE,
     LIBRARY,
     PORTABLE,
     TileConfig,
+    chunks_of,
     portable_tile,
     tma_reads,
     tma_reads_weight,
@@ -41,14 +38,13 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of the engine. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own. chunks: of each
-    block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive. concurrent_sms:
-    the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight gradient is multiplied while its result
-    leaves.
+    kind: of the engine. variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the
+    library has its own. chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which
+    their blocks arrive. concurrent_sms: the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight
+    gradient is multiplied while its result leaves.
     """
 
     kind: Kind
-    method: str
     reason: str
     variant: Method
     kernels: str
@@ -62,9 +58,8 @@ class EnginePlan:
     inside_node = True  # whether all ranks of the group are in one
 
     @cached_property
-    def receives(self) -> bool:
-        """Whether the rank multiplies what it receives, and not what it sends."""
-        return self.kind.receives
+    def method(self) -> str:
+        return self.variant.name
 
     @cached_property
     def slots(self) -> int:
@@ -76,13 +71,8 @@ class EnginePlan:
         """SMs that products leave alone, so that nothing starves another."""
         return self.concurrent_sms
 
-    def beside(self, sms: int) -> EnginePlan:
-        """The same, beside what another group sends, which holds so many SMs."""
-        return replace(self, concurrent_sms=sms)
-
     @cached_property
-    def reduces_later(self) -> bool:
-        """Whether a kernel of its own adds a scatter's partials."""
+    def reduces_later(self) -> bool:  # by a kernel of its own
         return self.variant.split_reduction
 
     @cached_property
@@ -95,12 +85,12 @@ class EnginePlan:
     @property
     def sends_ahead(self) -> bool:
         """Whether copies send an operand, which may leave before the product of the part before it."""
-        return self.kind.sums_blocks and Method(self.method).pushes
+        return self.kind.sums_blocks and self.variant.pushes
 
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind.splits_columns and Method(self.method).pushes and self.inside_node
+        return self.kind.splits_columns and self.variant.pushes and self.inside_node
 
     @property
     def error(self) -> str | None:
@@ -135,16 +125,14 @@ class Planner:
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
         transfers = self.transfers_of(kind, chunks, tiled=how.name == "fused")
-        return EnginePlan(kind, how.name, choice.reason, how, kernels, tile, chunks, transfers, order)
+        return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
         transfers = self.transfers_of(fprop.kind, chunks=1, tiled=False)
-        return EnginePlan(
-            fprop.kind, method, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources
-        )
+        return EnginePlan(fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources)
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """An exchange alone, beside a product of another group."""
@@ -246,11 +234,6 @@ def _request(
     )
 
 
-def barrier_first(plan: Plan, gathers: bool) -> bool:
-    """Whether the backward pass starts with a barrier. gathers: x is sent again in it."""
-    return plan.dgrad.variant.barrier_first and (gathers or not plan.spec.sends_input)
-
-
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:
     """Why the plan's kernels cannot run on a device, or None. interpreted: kernels run in Triton's interpreter."""
     for engine in (plan.fprop, plan.dgrad):
@@ -258,7 +241,7 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
             refused = refusal(plan.spec.name, engine.kind, plan.request.flagged_bytes)
             if refused is not None:
                 return refused
-        if not Method(engine.method).kernels:
+        if not engine.variant.kernels:
             continue
         if device.type == "cuda":
             if (variable := serialising()) is not None:
@@ -273,7 +256,7 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
                 "is for tests "
                 f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
             )
-        if Method(engine.method).multiplies and plan.dtype == torch.bfloat16:
+        if engine.variant.multiplies and plan.dtype == torch.bfloat16:
             return (
                 f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
                 "patterns; use float32, "
@@ -286,14 +269,6 @@ def serialising() -> str | None:
     """The variable of the environment under which the host waits for its GPU at each launch, or each allocation; None: none is
     set."""
     return next((name for name in SERIALISING if os.environ.get(name, "0") not in ("", "0")), None)
-
-
-def error_across_nodes(plan: Plan, topology_problem: str | None) -> str | None:
-    """Why the plan's engines cannot run in a group whose nodes are as they are, or None. topology_problem: of all that share
-    memory."""
-    sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
-    errors = [topology_problem or engine.error for engine in sharing]
-    return next((error for error in errors if error is not None), None)
 
 
 def error_together(exchange: Plan, product: Plan, nodes: tuple[int, int]) -> str | None:

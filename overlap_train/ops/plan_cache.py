@@ -21,7 +21,7 @@ from ..select import table
 from ..select.autotune import Autotune
 from ..select.table import Table
 from .launch import is_interpreted
-from .plan import Plan, barrier_first, error_across_nodes, error_on_device, make_plan
+from .plan import Plan, error_on_device, make_plan
 from .spec import OperatorSpec, autocast_error
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ OnPlan = Callable[[Plan, Autotune | None], None]
 
 
 class _Bounded(BoundedCache[Key, Value]):
-    """By call: each plan has its linears."""
-
-    most = 1024
+    most = 1024  # calls
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ class _BackwardScopes(dict[tuple[bool, bool], Scope]):
         (wants_dx, wants_dw), plan, tags = wanted, self._op.plan, self._op.tags
         wgrad = plan.wgrad if wants_dw else None
         slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        begins_with_barrier = wants_dx and barrier_first(plan, wgrad is not None)
+        gathers = wgrad is not None or not plan.spec.sends_input
+        begins_with_barrier = wants_dx and plan.dgrad.variant.barrier_first and gathers
         scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
         return self.setdefault(wanted, self._timed(scope, "dgrad") if self._timed and wants_dx else scope)
 
@@ -108,7 +107,6 @@ class Planned:
 
     @property
     def request(self) -> Request:
-        """What ranks agree on."""
         return self.plan.request
 
     @property
@@ -144,7 +142,9 @@ class Planned:
             return self
         if sms not in self._concurrent:
             engines = {part: getattr(self.plan, part) for part in ("fprop", "dgrad", "dgrad_alone", "wgrad")}
-            spared = {part: engine.beside(sms) for part, engine in engines.items() if engine is not None}
+            spared = {
+                part: replace(engine, concurrent_sms=sms) for part, engine in engines.items() if engine is not None
+            }
             self._concurrent[sms] = Planned(self.domain, replace(self.plan, **spared), self.trains)
         return self._concurrent[sms]
 
@@ -153,7 +153,7 @@ def settled_plan(
     domain: OverlapDomain, spec: OperatorSpec, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor
 ) -> Plan:
     """The plan of `spec` for operands like x and w. The first one that sends between nodes connects them, which is collective,
-    and measures their network: products leave it the SMs that it needs, and blocks are cut as its pace wants it."""
+    and measures their network, by which it is cut."""
     plan = make_plan(spec, config, known, domain.topology, x, w)
     if not plan.crosses:
         return plan
@@ -163,7 +163,9 @@ def settled_plan(
 
 def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
     """Why a plan cannot run in a domain, or None."""
-    return error_on_device(plan, domain.device, is_interpreted) or error_across_nodes(plan, domain.nodes.problem)
+    sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
+    errors = [domain.nodes.problem or engine.error for engine in sharing]
+    return error_on_device(plan, domain.device, is_interpreted) or next(filter(None, errors), None)
 
 
 class PlanCache:
@@ -191,17 +193,6 @@ class PlanCache:
 
         return AutotuneRuns(self.domain)
 
-    @classmethod
-    def of_group(cls, domain: OverlapDomain, name: str) -> PlanCache:
-        """That of a group's first call. Collective: it finds the nodes, and rank 0 reads the measurements for all. name: of the
-        linear that asks, for errors."""
-        config, world = domain.config, domain.world_size
-        found = domain.find_nodes(
-            f"{name}: the group's first call",
-            lambda nodes: table.read(config.tuning_dir, table.key_of(domain.device, world, nodes, config.network)),
-        )
-        return cls(domain, found)
-
     def look_up(
         self, spec: OperatorSpec, operands: Operands, config: OverlapConfig | None, tries: bool
     ) -> tuple[tuple[object, ...], Planned | None]:
@@ -219,11 +210,8 @@ class PlanCache:
     ) -> Planned:  # fmt: skip
         """A new plan, the same on all ranks. Communicates, unless only the number of rows is new, or how this rank's weight lies.
 
-        key: of look_up. problem: see plan_of.
-
-        Raises:
-            ValueError: if they differ or one of them has a problem; on every rank, where it communicates. Else on those with the
-                problem: the others find by their signals that these did not come.
+        key: of look_up. problem: see plan_of. Raises ValueError if they differ or one of them has a problem; on every rank, where
+        it communicates. Else on those with the problem: the others find by their signals that these did not come.
         """
         (x, w, bias), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
@@ -284,7 +272,7 @@ class PlanCache:
     def end_run(self, trial: Autotune, name: str) -> None:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
-        found = self.runs.outcome(trial, self.table, name)
+        found = self.runs.end(trial, self.table, name)
         winners = {**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
         self.table = replace(self.table, winners=winners)
         for key, by_layout in self.plans.items():
@@ -292,22 +280,28 @@ class PlanCache:
                 self.before.put(key, planned.request)
         self.plans.clear()
         self.handles.clear()
-        self.runs.keep(found, trial, name)
 
 
 _caches: dict[dist.ProcessGroup, PlanCache] = {}
 
 
 def cache_of(domain: OverlapDomain, name: str) -> PlanCache:
-    """The plans of a domain. name: of the linear that asks, for errors of the group's first call."""
-    cache = made_cache(domain)
-    if cache is None:
-        with domain.exclusively(name):
-            cache = made_cache(domain) or PlanCache.of_group(domain, name)  # another thread may have been first
-            _caches[domain.group] = cache
-            domain.at_close.append(lambda: _caches.pop(domain.group, None))
-            domain.has_run = True
-    return cache
+    """The plans of a domain. The group's first call is collective: it finds the nodes, and rank 0 reads the measurements for all.
+    name: of the linear that asks, for errors."""
+    if (cache := made_cache(domain)) is not None:
+        return cache
+    config, world = domain.config, domain.world_size
+    with domain.exclusively(name):
+        if (cache := made_cache(domain)) is not None:  # another thread was first
+            return cache
+        measured = domain.find_nodes(
+            f"{name}: the group's first call",
+            lambda nodes: table.read(config.tuning_dir, table.key_of(domain.device, world, nodes, config.network)),
+        )
+        cache = _caches[domain.group] = PlanCache(domain, measured)
+        domain.at_close.append(lambda: _caches.pop(domain.group, None))
+        domain.has_run = True
+        return cache
 
 
 def made_cache(domain: OverlapDomain | None) -> PlanCache | None:
@@ -380,19 +374,11 @@ def plan_of(
 
 
 def refuse(
-    problem: str,
-    spec: OperatorSpec,
-    group: dist.ProcessGroup,
-    config: OverlapConfig | None,
-    device: torch.device,
-    name: str,
-) -> NoReturn:
+    problem: str, spec: OperatorSpec, group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device, name: str,
+) -> NoReturn:  # fmt: skip
     """Raise ValueError(problem), for arguments of which no plan can be made: on every rank, at the operator's first call in its
-    group.
-
-    Later on this rank alone, at once: its peers may be in a call that they know, in which nobody asks. They find by their signals
-    that this one does not come.
-    """
+    group. Later on this rank alone, at once: its peers may be in a call that they know, in which nobody asks. They find by their
+    signals that this one does not come."""
     cache = cache_of(domain_of(group, config, device), name)
     if not cache.knows(spec):
         cache.refuse(problem, spec, name)

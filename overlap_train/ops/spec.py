@@ -5,7 +5,6 @@ A check that fails is reported as text instead of raised: the ranks of a group e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,60 +12,6 @@ import torch
 from ..schedule.kinds import Kind
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def all_gather_error(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> str | None:
-    """What is wrong with the arguments of all_gather_linear, or None."""
-    return _common_error(name, "x_shard_m", x, "w_shard_n", w, bias)
-
-
-def reduce_scatter_error(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> str | None:
-    """What is wrong with the arguments of linear_reduce_scatter, or None."""
-    error = _common_error(name, "x_shard_k", x, "w_shard_k", w, bias)
-    return error or _rows_error(name, x, world_size)
-
-
-def linear_all_to_all_error(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> str | None:
-    """What is wrong with the arguments of linear_all_to_all, or None."""
-    error = _common_error(name, "x_shard_m", x, "w", w, bias)
-    if error is None and w.shape[0] % world_size:
-        error = (
-            f"{name}: w has shape {tuple(w.shape)}; its {w.shape[0]} output features must be divisible by the group's "
-            f"{world_size} ranks, since each rank gets that part of them; use another size or group"
-        )
-    return error
-
-
-def all_to_all_linear_error(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> str | None:
-    """What is wrong with the arguments of all_to_all_linear, or None."""
-    error = _common_error(name, "x_shard_k", x, "w", w, bias, of_input=world_size)
-    return error or _rows_error(name, x, world_size)
-
-
-def all_to_all_error(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
-) -> str | None:
-    """What is wrong with an exchange of the columns of x: nothing. Who makes x has looked at it, and the product at w."""
-    assert x.shape[-1] % world_size == 0, "heads and shapes were looked at before"
-    return None
-
-
-def _rows_error(name: str, x: torch.Tensor, world_size: int) -> str | None:
-    if x.shape[0] % world_size == 0:
-        return None
-    return (
-        f"{name}: x_shard_k has shape {tuple(x.shape)}; its first dimension must be divisible by the group's "
-        f"{world_size} ranks, "
-        f"since each rank keeps that part of the output; pad the sequence to a multiple of {world_size}"
-    )
 
 
 def autocast_error(name: str, x: torch.Tensor) -> str | None:
@@ -94,37 +39,15 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
 
 
-def _common_error(
-    name: str,
-    x_name: str,
-    x: torch.Tensor,
-    w_name: str,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    of_input: int = 1,
-) -> str | None:
-    """What is wrong with the arguments of any operator, or None. of_input: x has this part of the features of w's input."""
-    if x.dim() < 2 or w.dim() != 2:
-        shapes = f"{x_name} has shape {tuple(x.shape)} and {w_name} {tuple(w.shape)}"
-        return f"{name}: {shapes}; they need at least 2, and exactly 2 dimensions"
-    if x.shape[-1] * of_input != w.shape[1]:
-        ranks = "" if of_input == 1 else f" from {of_input} ranks together"
-        return (
-            f"{name}: {x_name} has {x.shape[-1]} features (last dimension of {tuple(x.shape)}), {w_name} {tuple(w.shape)} "
-            f"expects {w.shape[1]}{ranks}; they must be equal"
-        )
-    if x.numel() == 0 or w.numel() == 0:
-        return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"
+def _operands_error(call: str, x_name: str, x: torch.Tensor, others: dict[str, torch.Tensor]) -> str | None:
+    """What is wrong with dtypes and devices, or None. others: the other operands by their names."""
     if x.dtype not in DTYPES:
-        return f"{name}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
-    others = {w_name: w} if bias is None else {w_name: w, "bias": bias}
+        return f"{call}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
     for other_name, other in others.items():
         if other.dtype != x.dtype:
-            return f"{name}: {other_name} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same: cast one of them"
+            return f"{call}: {other_name} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same: cast one of them"
         if other.device != x.device:
-            return f"{name}: {other_name} is on {other.device}, {x_name} on {x.device}; move one of them"
-    if bias is not None and bias.shape != w.shape[:1]:
-        return f"{name}: bias has shape {tuple(bias.shape)}; it must be [{w.shape[0]}], one per row of {w_name}"
+            return f"{call}: {other_name} is on {other.device}, {x_name} on {x.device}; move one of them"
     return None
 
 
@@ -132,23 +55,69 @@ def _common_error(
 class OperatorSpec:
     """One operator.
 
-    fprop: the kind of the forward pass; Kind.dgrad is that of the input gradient.
-    error: what is wrong with (x, w, bias, world_size, name), or None. multiplies: False for an exchange alone.
+    fprop: the kind of the forward pass; Kind.dgrad is that of the input gradient. x_name, w_name: in its signature; "": an
+    exchange alone, which multiplies nothing.
     """
 
     name: str
     fprop: Kind
-    error: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, str], str | None]
-    multiplies: bool = True
+    x_name: str = ""
+    w_name: str = ""
+
+    @property
+    def multiplies(self) -> bool:
+        return bool(self.w_name)
 
     @property
     def sends_input(self) -> bool:
         """Whether forward sends the input, which the weight gradient then needs from the peers."""
         return self.fprop.receives
 
+    def error(
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+    ) -> str | None:
+        """What is wrong with the arguments of a call, or None. name: of the linear."""
+        if not self.multiplies:  # who makes x has looked at it, and the product at w
+            return None
+        x_name, w_name = self.x_name, self.w_name
+        if x.dim() < 2 or w.dim() != 2:
+            shapes = f"{x_name} has shape {tuple(x.shape)} and {w_name} {tuple(w.shape)}"
+            return f"{name}: {shapes}; they need at least 2, and exactly 2 dimensions"
+        of_input = world_size if self.fprop.sums_blocks else 1  # x has this part of the features of w's input
+        if x.shape[-1] * of_input != w.shape[1]:
+            ranks = "" if of_input == 1 else f" from {of_input} ranks together"
+            return (
+                f"{name}: {x_name} has {x.shape[-1]} features (last dimension of {tuple(x.shape)}), {w_name} "
+                f"{tuple(w.shape)} expects {w.shape[1]}{ranks}; they must be equal"
+            )
+        if x.numel() == 0 or w.numel() == 0:
+            return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"
+        wrong = _operands_error(name, x_name, x, {w_name: w} if bias is None else {w_name: w, "bias": bias})
+        if wrong is not None:
+            return wrong
+        if bias is not None and bias.shape != w.shape[:1]:
+            return f"{name}: bias has shape {tuple(bias.shape)}; it must be [{w.shape[0]}], one per row of {w_name}"
+        if self.fprop.splits_columns and w.shape[0] % world_size:
+            return (
+                f"{name}: w has shape {tuple(w.shape)}; its {w.shape[0]} output features must be divisible by the group's "
+                f"{world_size} ranks, since each rank gets that part of them; use another size or group"
+            )
+        if self._has_all_rows and x.shape[0] % world_size:
+            return (
+                f"{name}: {x_name} has shape {tuple(x.shape)}; its first dimension must be divisible by the group's "
+                f"{world_size} ranks, since each rank keeps that part of the output; pad the sequence to a multiple of "
+                f"{world_size}"
+            )
+        return None
+
+    @property
+    def _has_all_rows(self) -> bool:
+        """Whether x has the rows of all ranks."""
+        return not (self.fprop.gathers or self.fprop.splits_columns)
+
     def global_rows(self, x: torch.Tensor, world_size: int) -> int:
         """M: the rows of all ranks."""
-        return x.shape[:-1].numel() * (world_size if self.fprop.gathers or self.fprop.splits_columns else 1)
+        return x.shape[:-1].numel() * (1 if self._has_all_rows else world_size)
 
     def slot_bytes(self, x: torch.Tensor, w: torch.Tensor, world_size: int) -> int:
         """Bytes of a slot: of what forward receives or, if it sends its output, of what backward receives, which is as large."""
@@ -157,9 +126,9 @@ class OperatorSpec:
         return whole // world_size if self.fprop.splits_columns else whole
 
 
-ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", Kind.AG_GEMM, all_gather_error)
-LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", Kind.GEMM_RS, reduce_scatter_error)
-LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", Kind.GEMM_A2A, linear_all_to_all_error)
-ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", Kind.A2A_GEMM, all_to_all_linear_error)
+ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", Kind.AG_GEMM, "x_shard_m", "w_shard_n")
+LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", Kind.GEMM_RS, "x_shard_k", "w_shard_k")
+LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", Kind.GEMM_A2A, "x_shard_m", "w")
+ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", Kind.A2A_GEMM, "x_shard_k", "w")
 # Beside a product of another group (ulysses/two_groups.py). x: what one rank sends, the columns of all ranks side by side.
-ALL_TO_ALL = OperatorSpec("all_to_all", Kind.A2A_GEMM, all_to_all_error, multiplies=False)
+ALL_TO_ALL = OperatorSpec("all_to_all", Kind.A2A_GEMM)

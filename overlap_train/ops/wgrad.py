@@ -16,19 +16,9 @@ from collections.abc import Iterator
 import torch
 
 
-def weight_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, main_grad: str) -> torch.Tensor | None:
-    """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`.
-
-    Args:
-        main_grad: "accumulate" or "off", as in OverlapConfig.
-    """
-    gradient = WeightGradient(weight, main_grad)
-    gradient.add(dy, x)
-    return gradient.result()
-
-
 class WeightGradient:
-    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several.
+    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several. main_grad:
+    "accumulate" or "off", as in OverlapConfig.
 
     Several parts are summed in fp32 for a 16-bit main_grad, too, so that it is rounded once and not by each part.
 
@@ -53,7 +43,7 @@ class WeightGradient:
             add_product(target, dy, x)
 
     def result(self) -> torch.Tensor | None:
-        """What autograd gets (weight_gradient)."""
+        """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
         if self._target is None:
             if self._is_accumulated:
                 unmark(self._weight)

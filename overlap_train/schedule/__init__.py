@@ -1,6 +1,6 @@
 """Who sends which piece to whom, after what, and in which order tiles are computed. Nothing else knows an order.
 
-The engines execute the transfers (transfers.py; inter_node.py has those of groups that span nodes, pairs what a rank sends there
+The engines execute the transfers (order.py; inter_node.py has those of groups that span nodes, pairs what a rank sends there
 with what it receives, and says in which turns all of it is enqueued). Tests hold the order in which kernels take tiles to
 `tile_order`, and to `strip_order` those of Hopper, whose tiles may cross from one chunk into the next (order.py).
 

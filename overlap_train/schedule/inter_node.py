@@ -21,12 +21,11 @@ from functools import cache
 from itertools import product
 
 from .kinds import Kind
-from .order import Topology, Unit, targets
-from .transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Transfer, Transfers
+from .order import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Topology, Transfer, Transfers, Unit, targets
 
 
 def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see transfers.transfers."""
+    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see order.transfers_of."""
     after_tiles = tiled and not kind.receives
     if kind.gathers:
         return Transfers(tuple(_gathered(topology, chunks, after_tiles)))

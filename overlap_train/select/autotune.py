@@ -17,17 +17,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from .choose import Took, fastest, untuned, winner_of
-from .low_latency import serving
-from .method import NAMES, Method
-from .passes import Bucket, Pass
-from .reach import reach_of
+from .choose import fastest, untuned, winner_of
+from .cost import Estimate, reach_of
+from .method import NAMES, Method, Pass, serving
 from .table import SAME, Table, Winner
-from .tiles import on_hopper
 
 # Of a pass by a method, the last ones. The first turns of a job meet a cold allocator and a cold GPU.
 _MOST_SAMPLES = 64
@@ -36,28 +33,19 @@ _MOST_SAMPLES = 64
 _LEAST_SAMPLES, _PATIENCE = 2, 4
 Mark: TypeAlias = float | torch.cuda.Event
 Times = Mapping[tuple[str, str], float]  # (kind of a pass, name of a method) -> milliseconds
-RunKey = tuple[Bucket, bool]
-
-
-class Timed(NamedTuple):
-    """Which pass a sample is of. work: multiplications of the pass, by which samples of different sizes are compared."""
-
-    name: str
-    kind: str
-    method: str
-    work: int
 
 
 class Autotune:
     """What was measured so far of linears of about the same sizes.
 
     fprop: the forward pass of the linear that began. methods: those that take turns. steps: calls of one linear until it ends.
+    calls: that were counted, by linear.
     """
 
     def __init__(self, fprop: Pass, methods: tuple[str, ...], steps: int, device: torch.device) -> None:
         self.fprop, self.methods, self.steps, self.device = fprop, methods, steps, device
-        self.captured: set[str] = set()  # linears that a CUDA graph has captured meanwhile
-        self._calls, self._counted = Counter[str](), Counter[tuple[str, str]]()
+        self.is_captured = False  # a CUDA graph has captured such a linear meanwhile
+        self.calls, self._counted = Counter[str](), Counter[tuple[str, str]]()
         self._seen: set[tuple[str, str, str]] = set()
         self._samples: dict[tuple[str, str], deque[tuple[Mark, Mark, int]]] = defaultdict(
             lambda: deque(maxlen=_MOST_SAMPLES)
@@ -69,22 +57,17 @@ class Autotune:
         Each round begins with the next one. Where a forward runs twice, because it is recomputed, backward would otherwise miss
         every second method.
         """
-        turns, count = self._calls[name] - 1, len(self.methods)
-        self._calls[name] += 1
+        turns, count = self.calls[name] - 1, len(self.methods)
+        self.calls[name] += 1
         return None if turns < 0 else (turns + turns // count) % count
-
-    def calls(self, name: str) -> int:
-        """How many calls of a linear were counted."""
-        return self._calls[name]
 
     def is_due(self, name: str) -> bool:
         """Whether the run ends before the next call of this linear. The same on all ranks: it counts calls and samples."""
-        calls = self._calls[name]
-        return calls >= self.steps and (self._is_enough() or calls >= _PATIENCE * self.steps)
-
-    def _is_enough(self) -> bool:
-        kinds = (self.fprop.kind, self.fprop.dgrad.kind)
-        return all(self._counted[kind, method] >= _LEAST_SAMPLES for kind in kinds for method in self.methods)
+        calls, kinds = self.calls[name], (self.fprop.kind, self.fprop.dgrad.kind)
+        if calls < self.steps:
+            return False
+        is_enough = all(self._counted[kind, method] >= _LEAST_SAMPLES for kind in kinds for method in self.methods)
+        return is_enough or calls >= _PATIENCE * self.steps
 
     def mark(self) -> Mark | None:
         """The present time; on a GPU an event, recorded when the caller's stream comes to it. None in a CUDA graph, whose
@@ -97,15 +80,15 @@ class Autotune:
         event.record()
         return event
 
-    def add(self, timed: Timed, begin: Mark) -> None:
+    def add(self, name: str, kind: str, method: str, work: int, begin: Mark) -> None:
         """Add the time of a pass that has just ended. That of a linear's first call by a method is left out: it may have
-        compiled."""
-        end, first = self.mark(), timed[:3]
-        if first not in self._seen:
-            self._seen.add(first)
+        compiled. work: multiplications of the pass, by which samples of different sizes are compared."""
+        end = self.mark()
+        if (name, kind, method) not in self._seen:
+            self._seen.add((name, kind, method))
         elif end is not None:
-            self._counted[timed.kind, timed.method] += 1
-            self._samples[timed.kind, timed.method].append((begin, end, timed.work))
+            self._counted[kind, method] += 1
+            self._samples[kind, method].append((begin, end, work))
 
     def times(self) -> Times:
         """Median milliseconds of each pass by each method, for the sizes of `fprop`. Waits for the GPU."""
@@ -114,6 +97,24 @@ class Autotune:
             key: median(_ms(begin, end) / of for begin, end, of in samples) * work
             for key, samples in self._samples.items()
         }
+
+
+class TimedScope:
+    """The scope of a pass, timed (Autotune.add). One that raises is not counted. It is entered again for each call."""
+
+    def __init__(
+        self, scope: AbstractContextManager[None], run: Autotune, name: str, kind: str, method: str, work: int
+    ) -> None:
+        self._scope, self._run, self._of = scope, run, (name, kind, method, work)
+
+    def __enter__(self) -> None:
+        self._begin = self._run.mark()
+        self._scope.__enter__()
+
+    def __exit__(self, *raised: object) -> None:
+        self._scope.__exit__(*raised)  # type: ignore[arg-type]
+        if raised[0] is None and self._begin is not None:
+            self._run.add(*self._of, self._begin)
 
 
 def work_of(pass_: Pass) -> int:
@@ -128,27 +129,6 @@ def _ms(begin: Mark, end: Mark) -> float:
     return begin.elapsed_time(end)
 
 
-class TimedBracket:
-    """The bracket of a pass, timed. One that raises is not counted."""
-
-    def __init__(self, bracket: AbstractContextManager[None], run: Autotune, timed: Timed) -> None:
-        self._bracket, self._run, self._timed = bracket, run, timed
-
-    def __enter__(self) -> None:
-        self._begin = self._run.mark()
-        self._bracket.__enter__()
-
-    def __exit__(self, *raised: object) -> None:
-        self._bracket.__exit__(*raised)  # type: ignore[arg-type]
-        if raised[0] is None and self._begin is not None:
-            self._run.add(self._timed, self._begin)
-
-
-def key_of(fprop: Pass, device: torch.device) -> RunKey:
-    """What linears of one run have in common: the bucket of their forward pass, and whether the Hopper kernels serve it."""
-    return fprop.bucket, on_hopper(fprop, device)
-
-
 def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, ...]:
     """The methods that may serve a linear in both directions, the forward's default first: they take turns, and it has the
     first."""
@@ -156,27 +136,17 @@ def methods_to_try(fprop: Pass, device: torch.device, nodes: int) -> tuple[str, 
     return tuple(dict.fromkeys([untuned(fprop, device, nodes).method, *fits]))
 
 
-def is_known(fprop: Pass, table: Table, device: torch.device, nodes: int) -> bool:
-    """Whether `auto` goes by measurements in both passes of a linear."""
-    return all(winner_of(pass_, device, table, nodes) is not None for pass_ in (fprop, fprop.dgrad))
-
-
 def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: torch.device, nodes: int) -> list[Winner]:
     """The winner of each pass that has none yet, by choose.fastest. The slowest rank counts. A method that some rank has not
     timed is left out. Without the default, or with nothing else, none is found."""
     found = []
     for pass_ in (fprop, fprop.dgrad):
-        ms, default = _slowest(pass_.kind, of_all_ranks), untuned(pass_, device, nodes).method
+        keys = [key for key in of_all_ranks[0] if key[0] == pass_.kind and all(key in times for times in of_all_ranks)]
+        ms = {Method(key[1]): max(times[key] for times in of_all_ranks) for key in keys}
+        default = untuned(pass_, device, nodes).method
         if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table, nodes) is not None:
             continue
         # Training itself was measured: what a layer does to a method is in its time.
-        how = fastest({how: Took(1e3 * time) for how, time in ms.items()}, default, SAME)
+        how = fastest({how: Estimate(1e3 * time) for how, time in ms.items()}, default, SAME)
         found.append(Winner(pass_, how, ms))
     return found
-
-
-def _slowest(kind: str, of_all_ranks: Sequence[Times]) -> dict[Method, float]:
-    """Milliseconds of the slowest rank, of the methods that all have timed."""
-    timed = [method for of, method in of_all_ranks[0] if of == kind]
-    everywhere = [method for method in timed if all((kind, method) in times for times in of_all_ranks)]
-    return {Method(method): max(times[kind, method] for times in of_all_ranks) for method in everywhere}

@@ -10,85 +10,62 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .low_latency import serving
-from .method import NAMES, Method
-from .passes import Pass
-from .reach import reach_of
+from .cost import Estimate, reach_of, sum_us
+from .method import NAMES, Method, Pass, serving
 from .system import System
 from .table import Table, Winner, quickest_way
-from .tiles import copy_us, gemm_us, on_hopper, saves_a_wave
+from .tiles import HOPPER_TILE, count_waves, on_hopper
 
-# What two measurements differ by in a burst (SAME), and more, since in a layer the order may change: NCCL won one backward by
-# 2.1 % alone, but in training that backward took 0.61 instead of 0.51 ms.
+# More than two measurements of one thing differ by in a burst (SAME), since in a layer the order may change.
 NOISE = 0.05
-# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host; then methods within
-# twice the noise count as equal, and the one with the least host time wins.
+# If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host.
 _LAUNCHES_THAT_SHOW = 0.5
 # Hosts differ: estimates are for a fast one, and the slowest that was measured needs 1.8 times as long.
 _SLOWER_HOST = 1.5
 # (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
-# layers, the library is faster in training, which bursts do not show: a step of Llama-3 8B is 1.050 times as fast as
-# Megatron-Core's with `chunked` there, 1.040 with `fused`.
+# layers, the library is faster in training by 1 % of a step, which bursts do not show.
 _LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
 # With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product.
 _FEW_ROWS = 1024
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
-_COPIES_THAT_SHOW = 0.75
-# A split reduction pays where a column's backward sends x and its partials for this many times as long as it multiplies before
-# the own tiles: at 1.58 it gained 7 %, at 1.41 it cost 2 %.
-_LATE = 1.5
+_COPIES_THAT_SHOW = 0.62
+# A split reduction pays where a column's backward sends x, or its partials, for so many times as long as it multiplies before the
+# own tiles: at 0.66 it gained 7 %, at 0.59 it cost 2 %.
+_LATE = 0.625
 # Skewed ranks hit the same destination, and stay skewed. Where a column linear's backward gathers and scatters for longer than it
 # multiplies, and longer than this, a barrier first gained 20 %; of shorter copies it gained nothing.
-_LONG_COPY_US = 150.0
+_LONG_COPY_US, _COLLIDES = 125.0, 0.83
+_SECOND_KERNEL_US = 5.0  # that a split reduction takes beside reading and writing
 
 
-@dataclass(frozen=True)
-class Took:
-    """What one method took, or is estimated to take: microseconds of a call, and of its host."""
-
-    us: float
-    host_us: float = 0.0
-
-    @property
-    def launches_show(self) -> bool:
-        """Whether the host may be what a layer of such operators waits for."""
-        return self.host_us > _LAUNCHES_THAT_SHOW * self.us
-
-
-def fastest(took: Mapping[Method, Took], default: str, noise: float = NOISE) -> Method:
-    """The winner. default: the name of the method that wins against those that are as fast.
+def fastest(took: Mapping[Method, Estimate], default: str, noise: float = NOISE) -> Method:
+    """The winner of what was measured, or estimated. default: the name of the method that wins against those that are as fast.
 
     Times that differ by no more than `noise` are equal. If launches show in the time of the fastest, methods within twice the
-    noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default. Of one
-    method the plain way stays unless options make it faster by more than table.SAME. A method must have run plainly.
+    noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default: a burst
+    flatters it. Of one method the plain way stays unless options make it faster by more than table.SAME. A method must have run
+    plainly.
     """
-    best = {how.name: _best_way(took, how.name) for how in took if how.is_plain}
+    us = {how: one.us for how, one in took.items()}
+    best = {how.name: quickest_way(us, how.name) or how for how in took if how.is_plain}
     of = {name: took[how] for name, how in best.items()}
+    late = {name for name, one in of.items() if one.host_us > _LAUNCHES_THAT_SHOW * one.us}
     equal = _equal(of, noise)
-    if default in equal and (default == "collective" or not of[default].launches_show):
+    if default in equal and (default == "collective" or default not in late):
         return best[default]
-    if not any(of[name].launches_show for name in equal):
-        return best[min(_overlapping(equal), key=lambda name: of[name].us)]
-    near = _equal(of, 2 * noise)
-    if "collective" in of:
-        near = [name for name in near if of["collective"].us >= (1 - noise) * of[name].us]
-    return best[min(_overlapping(near), key=lambda name: of[name].host_us)]
+    shows = not late.isdisjoint(equal)
+    if shows and "collective" in of:
+        equal = [name for name in _equal(of, 2 * noise) if of["collective"].us >= (1 - noise) * of[name].us]
+    elif shows:
+        equal = _equal(of, 2 * noise)
+    names = [name for name in equal if name != "collective"] or equal
+    return best[min(names, key=lambda name: of[name].host_us if shows else of[name].us)]
 
 
-def _best_way(took: Mapping[Method, Took], name: str) -> Method:
-    """The fastest way in which a method ran, which the plain one is but for more than SAME."""
-    return quickest_way({how: one.us for how, one in took.items()}, name) or Method(name)
-
-
-def _equal(of: Mapping[str, Took], share: float) -> list[str]:
+def _equal(of: Mapping[str, Estimate], share: float) -> list[str]:
     """The methods that are slower than the fastest by no more than this share of their time."""
     least = min(took.us for took in of.values())
     return [name for name, took in of.items() if least >= (1 - share) * took.us]
-
-
-def _overlapping(names: list[str]) -> list[str]:
-    """The methods without `collective`, unless there is nothing else: a burst flatters it."""
-    return [name for name in names if name != "collective"] or ["collective"]
 
 
 @dataclass(frozen=True)
@@ -112,9 +89,7 @@ class Choice:
         return replace(self, how=replace(self.how, **options))  # type: ignore[arg-type]
 
 
-def choose(
-    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1
-) -> Choice:  # fmt: skip
+def choose(requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
     nodes: that the group spans. What a group of another number has measured says nothing about it.
@@ -147,73 +122,77 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
     served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only
     names = [name for name in NAMES if served or not Method(name).multiplies]
     fits = [name for name in serving(names, pass_) if reach.may_choose(name)]
-    took = {Method(name): _estimated(pass_, name, system, nodes) for name in fits}
+    took = {}
+    for name in fits:
+        how = with_options(name, pass_, system, nodes=nodes)
+        one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
+        took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
     return Choice(how, f"auto: not tuned: {why}")
 
 
-def _estimated(pass_: Pass, name: str, system: System, nodes: int) -> Took:
-    how = with_options(name, pass_, system, nodes=nodes)
-    found = reach_of(nodes).estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
-    host_us = _SLOWER_HOST * found.host_us
-    return Took(max(found.device_us, host_us), host_us)
-
-
 def _is_narrow(pass_: Pass, system: System) -> bool:
     """Whether a GEMM is long and its weight narrow, as that of an output layer is."""
     short, long = sorted((pass_.n, pass_.k))
-    return any(gemm_us(pass_, system) >= us and long >= times * short for us, times in _LONG_AND_NARROW)
+    return any(_long_gemm_us(pass_, system) >= us and long >= times * short for us, times in _LONG_AND_NARROW)
 
 
 def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
     """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
-    return choice.by(split_reduction=choice.how.split_reduction and saves_a_wave(pass_, System.of(device)))
+    return choice.by(split_reduction=choice.how.split_reduction and _saves_a_wave(pass_, System.of(device)))
 
 
 def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:
     """How a method runs a pass: as measured, else as the rules say."""
-    measured = None if winner is None else winner.options_of(name)
+    measured = None if winner is None else quickest_way(winner.ms, name)
     if not reach_of(nodes).has_rules:
         return measured or Method(name)
     if system.type != "cuda":
         return Method(name)
+    by_rules = _by_rules(pass_, name, system)
     if winner is None or measured is None:  # an autotune run times one way, which is the rules'
-        return by_rules(pass_, name, system)
+        return by_rules
     # Rows that share a measurement may have other waves.
-    saves = winner.measured != pass_ and measured.splits and saves_a_wave(pass_, system)
+    saves = winner.measured != pass_ and measured.cuts and _saves_a_wave(pass_, system)
     measured = replace(measured, split_reduction=saves or measured.split_reduction)
     # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
     # gains.
-    by_rule = pass_.kind.before_wgrad
-    return replace(measured, barrier_first=_collides(pass_, measured, system)) if by_rule else measured
+    return replace(measured, barrier_first=by_rules.barrier_first) if pass_.kind.before_wgrad else measured
 
 
-def by_rules(pass_: Pass, name: str, system: System) -> Method:
-    """The options of a method inside one node of GPUs where nobody has measured them."""
-    plain = Method(name)
-    splits = plain.splits and (saves_a_wave(pass_, system) or _is_late(pass_, system))
-    return Method(name, _outweighs(pass_, plain, system), splits, _collides(pass_, plain, system))
+def _by_rules(pass_: Pass, name: str, system: System) -> Method:
+    """The options of a method inside one node of GPUs where nobody has measured them, by what copies and the GEMM take."""
+    plain, kind = Method(name), pass_.kind
+    copies, gemm = pass_.sent_bytes / (system.copy_gbs * 1e3), _long_gemm_us(pass_, system)
+    outweighs = copies > _COPIES_THAT_SHOW * gemm
+    # The peers' partials follow the blocks of x: they arrive when the last tiles already wait for them.
+    is_late = kind.before_wgrad and copies > _LATE * (1 - 1 / pass_.world) * gemm
+    whole = plain.cuts and outweighs and (kind.before_wgrad or not kind.reduces)
+    splits = plain.cuts and (is_late or _saves_a_wave(pass_, system))
+    # Pushes to several peers collide in a gather's whole blocks, and in two rounds that take longer than the GEMMs.
+    two_rounds = kind.before_wgrad and copies > max(_LONG_COPY_US, _COLLIDES * gemm)
+    barrier = pass_.world > 2 and plain.pushes and ((kind.gathers and whole) or two_rounds)
+    return Method(name, whole, splits, barrier)
 
 
-def _outweighs(pass_: Pass, how: Method, system: System) -> bool:
-    """Whether copies take so long beside the GEMM that each push costs more than chunks shorten the tail."""
-    waits = pass_.kind.before_wgrad or not pass_.kind.reduces
-    return how.cuts and waits and copy_us(pass_, system) > _COPIES_THAT_SHOW * gemm_us(pass_, system)
+def _long_gemm_us(pass_: Pass, system: System) -> float:
+    """This rank's GEMM at the rate of a long run."""
+    return 2 * pass_.rows * pass_.n * pass_.k / (system.sustained_tflops * 1e6)
 
 
-def _is_late(pass_: Pass, system: System) -> bool:
-    """Whether the peers' partials arrive when a fused scatter's last tiles already wait for them: they follow the blocks of x."""
-    until_own = (pass_.world - 1) / pass_.world * gemm_us(pass_, system)
-    return pass_.kind.before_wgrad and 2 * copy_us(pass_, system) > _LATE * until_own
+def _saves_a_wave(pass_: Pass, system: System) -> bool:
+    """Whether a scatter takes half a wave of tiles less, or more, and less time, with a split reduction.
 
-
-def _collides(pass_: Pass, how: Method, system: System) -> bool:
-    """Whether skewed ranks' pushes to several peers would cost time: two rounds of them, longer than the GEMMs, or a gather's
-    whole blocks, which outweigh it."""
-    if pass_.world <= 2 or not how.pushes:
+    Own tiles that add the peers' partials have no rows of peers (schedule/order.py: units_in_run). So 4100 rows of 4096 columns
+    on two GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four: 332 us instead of 386.
+    """
+    if not pass_.kind.reduces or not on_hopper(pass_, system):
         return False
-    if pass_.kind.gathers:
-        return _outweighs(pass_, how, system)
-    return pass_.kind.before_wgrad and copy_us(pass_, system) > max(_LONG_COPY_US, gemm_us(pass_, system))
+    rows, n, world = pass_.m // pass_.world, pass_.n, pass_.world
+    apart = HOPPER_TILE.count(rows, n, world - 1) + HOPPER_TILE.count(rows, n)
+    own = HOPPER_TILE.pairs(rows, n)
+    before, after = (count_waves(tiles, system.sms, own) for tiles in (apart, HOPPER_TILE.count(rows, n, world)))
+    adds_us = sum_us(system, (world + 1) * rows * n * pass_.dtype.itemsize)  # own and received partials, and their sum
+    return (1 - after / before) * _long_gemm_us(pass_, system) > _SECOND_KERNEL_US + adds_us

@@ -1,21 +1,101 @@
-"""The methods: in which ways an operator's pass can run, each with its options. When to take which: docs/choosing.md.
+"""One pass of one operator, as the choice of a method sees it, and the methods: in which ways it can run, each with its options.
+When to take which: docs/choosing.md.
 
-              pushes  cuts  splits  kernels  multiplies  crosses  few_rows
-fused           x      x      x        x         x          x
-direct                                 x         x
-low_latency                            x                             x
-chunked         x                                           x
-collective                                                  x
+              pushes  cuts  kernels  multiplies  crosses
+fused           x      x      x         x          x
+direct                        x         x
+low_latency                   x
+chunked         x                                  x
+collective                                         x
+
+pushes: the copy engine sends its blocks; pushes of skewed ranks collide. cuts: it cuts blocks into chunks, and adds a scatter's
+partials in its kernel; `whole` and `split_reduction` are options. kernels: it runs kernels of ours, which CPUs have in Triton's
+interpreter only. multiplies: it multiplies in such kernels, and not by the library. crosses: it serves groups that span nodes.
+low_latency serves short gathers and scatters only (`serving`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import METHODS
+import torch
+
+from ..config import METHODS, flag_name
+from ..schedule.kinds import Kind
 
 NAMES = METHODS[1:]  # without auto
 CHUNK_COUNTS = (1, 2, 4, 8)  # of a block; a slot has signals for eight
+LOW_LATENCY = "low_latency"
+# Of what low_latency gathers or scatters: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in
+# each of three slots: 192 MiB.
+MOST_BYTES = 32 << 20
+_WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
+
+Bucket = tuple[str, str, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One product of one rank, and what it sends or receives.
+
+    kind                       the rank multiplies           a block that a peer sends
+    gather    AG + GEMM        [m, k] @ [k, n]               [m/W, k]
+    scatter   GEMM + RS        [m, k] @ [k, n]               [m/W, n]
+    a2a_gemm  A2A + GEMM       [m/W, k] @ [k, n]             [m/W, k/W]
+    gemm_a2a  GEMM + A2A       [m/W, k] @ [k, n]             [m/W, n/W]
+
+    "scatter, wgrad" is a column linear's dgrad, whose reduce-scatter may run under the weight gradient that comes after it.
+    m: global rows.
+    """
+
+    kind: Kind
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    world: int
+
+    @property
+    def dgrad(self) -> Pass:
+        """The dgrad that goes with this fprop: dy [m, n] @ b.T [n, k], by the other engine."""
+        return Pass(self.kind.dgrad, self.m, self.k, self.n, self.dtype, self.world)
+
+    @property
+    def rows(self) -> int:
+        """The rows that this rank multiplies: m, or m/W in an all-to-all."""
+        return self.m // self.world if self.kind.exchanges else self.m
+
+    @property
+    def row_features(self) -> int:
+        """The features of one row of a block that a peer sends."""
+        features = self.k if self.kind.receives else self.n
+        return features // self.world if self.kind.exchanges else features
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one rank sends to all others."""
+        return (self.world - 1) / self.world * self.m * self.row_features * self.dtype.itemsize
+
+    @property
+    def bucket(self) -> Bucket:
+        """Passes with the same bucket share a measurement: sizes within a factor of 1.5 of each other."""
+        return self.kind, dtype_name(self.dtype), self.world, rounded_up(self.m), rounded_up(self.n), rounded_up(self.k)
+
+    def __str__(self) -> str:
+        return f"M={self.m} N={self.n} K={self.k}"
+
+
+def rounded_up(size: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: powers of two and the middles between them."""
+    power = 1 << (size - 1).bit_length()
+    middle = power * 3 // 4
+    return middle if power >= 4 and size <= middle else power
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -37,38 +117,23 @@ class Method:
 
     @property
     def pushes(self) -> bool:
-        """The copy engine sends its blocks; pushes of skewed ranks collide."""
         return self.name in ("fused", "chunked")
 
     @property
     def cuts(self) -> bool:
-        """It cuts blocks into chunks; sending them whole is an option."""
-        return self.name == "fused"
-
-    @property
-    def splits(self) -> bool:
-        """Its reduction may run in a second kernel."""
         return self.name == "fused"
 
     @property
     def kernels(self) -> bool:
-        """It runs kernels of ours, which CPUs have in Triton's interpreter only."""
-        return self.name in ("fused", "direct", "low_latency")
+        return self.name in ("fused", "direct", LOW_LATENCY)
 
     @property
     def multiplies(self) -> bool:
-        """It multiplies in such kernels, and not by the library."""
         return self.name in ("fused", "direct")
 
     @property
     def crosses(self) -> bool:
-        """It serves groups that span nodes."""
         return self.name in ("fused", "chunked", "collective")
-
-    @property
-    def few_rows(self) -> bool:
-        """It serves short gathers and scatters of tensor parallelism only (select/low_latency.py)."""
-        return self.name == "low_latency"
 
     @property
     def is_plain(self) -> bool:
@@ -91,4 +156,28 @@ class Method:
         return self.name + cut + " split" * self.split_reduction + " barrier first" * self.barrier_first
 
 
-PLAIN = {name: Method(name) for name in NAMES}
+def flagged_bytes(received: int, world: int) -> int:
+    """What W blocks of `received` bytes take as the flagged words of low_latency."""
+    return world * -(-received // world // _DATA_BYTES) * _WORD_BYTES
+
+
+def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
+    """Why low_latency does not serve passes of a kind whose words take so many bytes, or None. name: of the operator."""
+    what = f"{name} with method={LOW_LATENCY!r}"
+    if kind.exchanges:
+        return f"{what}: it serves gathers and scatters, no all-to-alls; use 'auto' or 'direct' ({flag_name('method')})"
+    most = flagged_bytes(MOST_BYTES, 1)
+    if nbytes > most:
+        return (
+            f"{what}: what is gathered or scattered takes {nbytes / 2**20:.1f} MiB as words with flags, at most "
+            f"{most >> 20} are served, since it sends twice the bytes and pays below about 4 MiB; use 'auto' or 'direct' "
+            f"({flag_name('method')})"
+        )
+    return None
+
+
+def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
+    """Those of the given methods that serve a pass: all, but for low_latency where it does not."""
+    received = pass_.m * pass_.row_features * pass_.dtype.itemsize
+    serves = refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None
+    return [method for method in methods if method != LOW_LATENCY or serves]

@@ -14,25 +14,20 @@ from typing import Any
 
 import torch
 
-from .tiling import Target
-
 
 @dataclass(frozen=True, kw_only=True)
-class System(Target):
+class System:
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
-    source: of its facts. peak_tflops, nvlink_gbs: data sheet. nvlink_lanes: 0: none, or not the same in all machines.
-    gpus_per_node: of usual servers. is_measured: the speeds were measured on this card, and are not in proportion to the
-    H200's.
-    tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock.
-    burst_tflops, sustained_tflops, settle_us: what power allows in a short GEMM, in a long one, and the time between.
-    small_tile: speed of 128 x 128 tiles over that of 128 x 256. portable: of our plain Triton kernels over the library's.
-    memory_gbs: reached when partial sums are added. torch_copy: the part of it that torch's copies of blocks apart reach.
+    source: of its facts. peak_tflops, nvlink_gbs: data sheet. gpus_per_node: of usual servers. is_measured: the speeds were
+    measured on this card, and are not in proportion to the H200's.
+    tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock. burst_tflops, sustained_tflops: what power
+    allows in a short GEMM, and in a long one.
+    memory_gbs: reached when partial sums are added.
     copy_gbs, push_us: of a copy engine to one peer, and what each copy with its signal takes besides.
     store_gbs, tile_store_gbs: stores to peers by a gathering kernel's warps, and of whole tiles.
     peer_tile_us: for how long a tile that is stored at a peer holds its SM in addition.
     nccl_us, nccl_pair_gbs, nccl_ring_gbs: a collective's start, and its bandwidth with two ranks and with more.
-    nccl_beside: by which part of its time a GEMM beside it is longer.
     gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal that is there.
     ramp_us: until a persistent kernel's SMs are busy, and at its end. host_call_us: of a driver call.
     nic_gbs, nic_us: one GPU's share of its node's NICs, and what each transfer between nodes takes besides its bytes.
@@ -41,19 +36,17 @@ class System(Target):
 
     name: str
     source: str
+    capability: tuple[int, int]
+    sms: int
+    type: str = "cuda"
     peak_tflops: float
     nvlink_gbs: float
-    nvlink_lanes: int = 18
     gpus_per_node: int = 8
     is_measured: bool = False
     tile_tflops: float
     burst_tflops: float
     sustained_tflops: float
-    settle_us: float = 490.0
-    small_tile: float = 0.88
-    portable: float = 0.83
     memory_gbs: float
-    torch_copy: float = 0.42
     copy_gbs: float
     push_us: float = 6.2
     store_gbs: float
@@ -62,7 +55,6 @@ class System(Target):
     nccl_us: float = 19.0
     nccl_pair_gbs: float
     nccl_ring_gbs: float
-    nccl_beside: float = 0.5
     gap_us: float = 1.5
     wait_us: float = 2.0
     ramp_us: float = 10.0
@@ -74,14 +66,14 @@ class System(Target):
 
     @classmethod
     def of(cls, device: torch.device | System) -> System:
-        """The present device: a card that is known by its name, or what torch says of another one."""
+        """The present device: a card that is known by its name, or one like it."""
         if isinstance(device, System):
             return device
         if device.type != "cuda":
             return CPU
         card = torch.cuda.get_device_properties(device)
         known = system_of(card.name)
-        return _by_torch(card) if known is None else replace(known, sms=card.multi_processor_count)
+        return _unknown(card) if known is None else replace(known, sms=card.multi_processor_count)
 
 
 H200 = System(
@@ -95,62 +87,48 @@ _H200_MEMORY_GBS = 4800.0  # data sheet
 CPU = replace(H200, name="cpu", source="none", type="cpu", capability=(0, 0), sms=1, is_measured=False)
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """What a data sheet says. power_limited: long GEMMs run below what the SMs could do, as on H200."""
-
-    source: str
-    capability: tuple[int, int]
-    sms: int
-    peak_tflops: float
-    memory_gbs: float
-    nvlink_gbs: float
-    nic_gbs: float = 50.0
-    nvlink_lanes: int = 18
-    power_limited: bool = True
+_IN_PROPORTION = ("copy_gbs", "store_gbs", "tile_store_gbs")  # to NVLink
 
 
-def _sheet(card: str, *figures: Any, **more: Any) -> Sheet:
-    return Sheet(f"NVIDIA {card} data sheet", *figures, **more)
-
-
-_IN_DITRON = "; links as in the evaluation of the Ditron paper"
-_H100 = _sheet("H100 SXM", (9, 0), 132, 989.4, 3350.0, 450.0)
-SHEETS = {
-    "a100": _sheet("A100 80GB SXM", (8, 0), 108, 312.0, 2039.0, 300.0, 25.0, nvlink_lanes=12),
-    "a100-pcie": _sheet("A100 80GB PCIe", (8, 0), 108, 312.0, 1935.0, 300.0, 25.0, nvlink_lanes=0),
-    "h100": _H100,
-    "h100-pcie": _sheet("H100 PCIe", (9, 0), 114, 756.0, 2000.0, 300.0, nvlink_lanes=0),
-    "h100-nvl": _sheet("H100 NVL", (9, 0), 132, 835.5, 3900.0, 300.0, nvlink_lanes=0),
-    "h200-nvl": _sheet("H200 NVL", (9, 0), 132, 835.5, 4800.0, 450.0, nvlink_lanes=0),
-    "h800": replace(_H100, source=_H100.source + _IN_DITRON, nvlink_gbs=200.0, nvlink_lanes=8),
-    "h20": Sheet("resellers of the H20" + _IN_DITRON, (9, 0), 78, 148.0, 4000.0, 450.0, 25.0, power_limited=False),
-    "b200": _sheet("DGX B200", (10, 0), 148, 2250.0, 8000.0, 900.0),
-    "gb200": _sheet("GB200 NVL72", (10, 0), 148, 2500.0, 8000.0, 900.0),
-}  # fmt: skip
-
-
-def scaled(name: str, sheet: Sheet) -> System:
-    """The H200's figures in proportion to a data sheet's."""
-    compute, link = sheet.peak_tflops / H200.peak_tflops, sheet.nvlink_gbs / H200.nvlink_gbs
-    tile, copies, nccl = H200.tile_tflops * compute, H200.copy_gbs * link, max(1.0, link)
+def _scaled(
+    name: str, source: str, capability: tuple[int, int], sms: int, peak_tflops: float, memory_gbs: float, nvlink_gbs: float,
+    nic_gbs: float = H200.nic_gbs, power_limited: bool = True,
+) -> System:  # fmt: skip
+    """The H200's figures in proportion to a data sheet's. power_limited: long GEMMs run below what the SMs could do, as there."""
+    compute, link = peak_tflops / H200.peak_tflops, nvlink_gbs / H200.nvlink_gbs
+    tile, nccl = H200.tile_tflops * compute, max(1.0, link)
+    links = {field: getattr(H200, field) * link for field in _IN_PROPORTION}
     return replace(
-        H200, name=name, source=sheet.source, capability=sheet.capability, sms=sheet.sms, peak_tflops=sheet.peak_tflops,
-        nvlink_gbs=sheet.nvlink_gbs, nvlink_lanes=sheet.nvlink_lanes, nic_gbs=sheet.nic_gbs, is_measured=False, tile_tflops=tile,
-        burst_tflops=H200.burst_tflops * compute if sheet.power_limited else tile,
-        sustained_tflops=H200.sustained_tflops * compute if sheet.power_limited else tile,
-        memory_gbs=H200.memory_gbs * sheet.memory_gbs / _H200_MEMORY_GBS, copy_gbs=copies, store_gbs=H200.store_gbs * link,
-        tile_store_gbs=H200.tile_store_gbs * link, peer_tile_us=H200.peer_tile_us / link,
-        nccl_pair_gbs=min(H200.nccl_pair_gbs * nccl, copies), nccl_ring_gbs=min(H200.nccl_ring_gbs * nccl, copies),
+        H200, name=name, source=source, capability=capability, sms=sms, peak_tflops=peak_tflops, nvlink_gbs=nvlink_gbs,
+        nic_gbs=nic_gbs, is_measured=False, tile_tflops=tile,
+        burst_tflops=H200.burst_tflops * compute if power_limited else tile,
+        sustained_tflops=H200.sustained_tflops * compute if power_limited else tile,
+        memory_gbs=H200.memory_gbs * memory_gbs / _H200_MEMORY_GBS, peer_tile_us=H200.peer_tile_us / link,
+        nccl_pair_gbs=min(H200.nccl_pair_gbs * nccl, links["copy_gbs"]),
+        nccl_ring_gbs=min(H200.nccl_ring_gbs * nccl, links["copy_gbs"]), **links,
     )  # fmt: skip
 
 
-# The H100 with HBM3 has the H200's SMs, power and NVLink, and was measured beside it.
-_MEASURED_TOO = ("h100",)
-SYSTEMS: Mapping[str, System] = {
-    "h200": H200,
-    **{name: replace(scaled(name, sheet), is_measured=name in _MEASURED_TOO) for name, sheet in SHEETS.items()},
-}
+def _sheet(name: str, card: str, *figures: Any, **more: Any) -> System:
+    return _scaled(name, f"NVIDIA {card} data sheet", *figures, **more)
+
+
+_IN_DITRON = "; links as in the evaluation of the Ditron paper"
+_ALL = (
+    H200,
+    _sheet("a100", "A100 80GB SXM", (8, 0), 108, 312.0, 2039.0, 300.0, 25.0),
+    _sheet("a100-pcie", "A100 80GB PCIe", (8, 0), 108, 312.0, 1935.0, 300.0, 25.0),
+    # The H100 with HBM3 has the H200's SMs, power and NVLink, and was measured beside it.
+    replace(_sheet("h100", "H100 SXM", (9, 0), 132, 989.4, 3350.0, 450.0), is_measured=True),
+    _sheet("h100-pcie", "H100 PCIe", (9, 0), 114, 756.0, 2000.0, 300.0),
+    _sheet("h100-nvl", "H100 NVL", (9, 0), 132, 835.5, 3900.0, 300.0),
+    _sheet("h200-nvl", "H200 NVL", (9, 0), 132, 835.5, 4800.0, 450.0),
+    _sheet("h800", "H100 SXM" + _IN_DITRON, (9, 0), 132, 989.4, 3350.0, 200.0),
+    _scaled("h20", "resellers of the H20" + _IN_DITRON, (9, 0), 78, 148.0, 4000.0, 450.0, 25.0, power_limited=False),
+    _sheet("b200", "DGX B200", (10, 0), 148, 2250.0, 8000.0, 900.0),
+    _sheet("gb200", "GB200 NVL72", (10, 0), 148, 2500.0, 8000.0, 900.0),
+)  # fmt: skip
+SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}
 
 # By a part of the name that CUDA reports; the first that fits counts.
 _CARDS = {
@@ -164,17 +142,9 @@ def system_of(device_name: str) -> System | None:
     return next((SYSTEMS[system] for part, system in _CARDS.items() if part in device_name), None)
 
 
-# Of a card that no table has. Floating-point operations of an SM in a clock, in dense bf16, and GB/s of NVLink, by capability.
-_OPERATIONS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192}
-_LINKS = {(8, 0): 300.0, (9, 0): 450.0, (10, 0): 900.0, (10, 3): 900.0}
-_OTHER_OPERATIONS, _PCIE_GBS = 1024, 32.0
-
-
-def _by_torch(card: Any) -> System:
-    """What torch's properties tell of a device; clocks are in kHz, the bus in bits."""
+def _unknown(card: Any) -> System:
+    """A card that no table has, by what torch tells of it: as the slowest one of its generation that a table has."""
+    like = SYSTEMS["b200" if card.major >= 10 else "h100-pcie" if card.major == 9 else "a100-pcie"]
+    source = f"not known: that of {like.name}"
     capability = (card.major, card.minor)
-    peak = _OPERATIONS.get(capability, _OTHER_OPERATIONS) * card.multi_processor_count * card.clock_rate * 1e3 / 1e12
-    memory = 2 * card.memory_clock_rate * card.memory_bus_width / 8 / 1e6
-    link = _LINKS.get(capability, _PCIE_GBS)
-    source = "torch's properties of the device"
-    return scaled(card.name, Sheet(source, capability, card.multi_processor_count, peak, memory, link, nvlink_lanes=0))
+    return replace(like, name=card.name, source=source, capability=capability, sms=card.multi_processor_count)

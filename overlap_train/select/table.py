@@ -1,9 +1,8 @@
 """The tuning table: measured winners, in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its
 ranks.
 
-A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`, but for those of LEFT_OUT that have the value
-there. Each winner has the pass that was measured (kind, dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by
-field, with its `ms`.
+A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`. Each winner has the pass that was measured (kind,
+dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by field, with its `ms`.
 
 A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the same
 file at once both leave a whole file; the later one may leave out what the earlier one has just added.
@@ -16,7 +15,6 @@ measured only where nodes are connected, after the table is read.
 from __future__ import annotations
 
 import errno
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -24,7 +22,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +31,14 @@ import torch
 from ..config import flag_name
 from ..schedule.kinds import Kind
 from ..warn import warn_user
-from .method import NAMES, Method
-from .passes import Bucket, Pass, dtype_name
-from .reach import reach_of
+from .cost import reach_of
+from .method import NAMES, Bucket, Method, Pass, dtype_name
 
 SAME = 0.02  # by so much two measurements of one thing differ
 # Raised whenever what is measured becomes something else: a kernel, whom the kernels serve, how blocks are cut into chunks.
 KERNELS = 6
 _NONE = "not installed"  # of overlap-train: a checkout on the path
 _DRIVER = Path("/proc/driver/nvidia/version")
-# Fields that older files lack, and what such a file means. Files leave them out where they have this value: names stay the same.
-LEFT_OUT: Mapping[str, Any] = {"nodes": 1, "crossings": 0, "network": "nccl", "queues": "one"}
 
 
 @dataclass(frozen=True)
@@ -51,10 +46,8 @@ class Key:
     """What measurements depend on besides the shape.
 
     nodes: that the ranks are on, as many on each. crossings: the version of their schedule. network, queues: between nodes of
-    GPUs, else as in LEFT_OUT. network: what carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one
-    (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it. A GEMM + RS whose
-    product takes twice as long as the network takes 31 ms by `fused` and 36 by `chunked` in one queue, 32 by both with many
-    (h200x2/hierarchical).
+    GPUs. network: what carries data, nccl or nvshmem. queues: hardware queues of all streams of a GPU, one
+    (CUDA_DEVICE_MAX_CONNECTIONS=1) or many: in one, an exchange holds up products that are enqueued after it.
     """
 
     gpu: str  # "cpu" without one
@@ -69,31 +62,21 @@ class Key:
     network: str = "nccl"
     queues: str = "one"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The key as a file has it."""
-        return {name: value for name, value in asdict(self).items() if name not in LEFT_OUT or value != LEFT_OUT[name]}
-
     @property
     def file_name(self) -> str:
         """The name of the key's file. It tells people the GPU and the numbers of ranks and nodes; the digest tells versions
         apart."""
-        digest = hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
         nodes = f"-{self.nodes}-nodes" if self.nodes > 1 else ""
         return f"tuned-{re.sub('[^A-Za-z0-9]+', '-', self.gpu)}-{self.world}-ranks{nodes}-{digest}.json"
 
 
 def key_of(device: torch.device, world: int, nodes: int = 1, network: str = "auto") -> Key:
     """The Key of this machine and installation, for `world` ranks on `nodes` nodes. network: of OverlapConfig."""
-    return replace(_key_in_node(device, world), **reach_of(nodes).key_fields(device, network))
-
-
-@functools.cache
-def _key_in_node(device: torch.device, world: int) -> Key:
     on_gpu = device.type == "cuda"
-    gpu = torch.cuda.get_device_name(device) if on_gpu else "cpu"
-    driver = _driver_version() if on_gpu else "none"
+    gpu, driver = (torch.cuda.get_device_name(device), _driver_version()) if on_gpu else ("cpu", "none")
     versions = str(torch.__version__), installed("triton") or _NONE, driver, installed("overlap-train") or _NONE
-    return Key(gpu, *versions, world)
+    return Key(gpu, *versions, world, **reach_of(nodes).key_fields(device, network))
 
 
 def installed(package: str) -> str | None:
@@ -124,10 +107,6 @@ class Winner:
     measured: Pass
     how: Method
     ms: Mapping[Method, float]
-
-    def options_of(self, name: str) -> Method | None:
-        """The fastest way of a method; None where fewer than two were measured, plain and with options."""
-        return quickest_way(self.ms, name)
 
 
 def quickest_way(times: Mapping[Method, float], name: str) -> Method | None:
@@ -167,21 +146,24 @@ def path_of(folder: str, key: Key) -> Path:
 def read(folder: str, key: Key) -> Table:
     """The table in a folder; without winners where there is no file, or none that can be used, which is a warning."""
     try:
-        return _read(path_of(folder, key), key)
-    except FileNotFoundError:
-        return Table({}, key.nodes)
+        return Table(_read(path_of(folder, key), key), key.nodes)
     except OSError as error:
-        _warn(path_of(folder, key), error)
+        if not isinstance(error, FileNotFoundError):
+            _warn(path_of(folder, key), error)
         return Table({}, key.nodes)
 
 
-def _read(path: Path, key: Key) -> Table:
-    """The table in a file; without winners where it is damaged, which is a warning. Raises OSError."""
+def _read(path: Path, key: Key) -> dict[Bucket, Winner]:
+    """The winners in a file; none where it is damaged, which is a warning. Raises OSError."""
     try:
-        return _from_document(json.loads(path.read_text()), key)
+        document = json.loads(path.read_text())
+        if document["key"] != asdict(key):
+            raise ValueError(f"it was measured with {document['key']}, this is {asdict(key)}")
+        winners = [_from_entry(entry, key.world) for entry in document["winners"]]
+        return {winner.measured.bucket: winner for winner in winners}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         _warn(path, error)
-        return Table({}, key.nodes)
+        return {}
 
 
 def _warn(path: Path, error: Exception) -> None:
@@ -199,12 +181,9 @@ def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
     """
     path = path_of(folder, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        there = _read(path, key).winners
-    except FileNotFoundError:
-        there = {}
-    merged = {**there, **{winner.measured.bucket: winner for winner in winners}}
-    document = {"key": key.as_dict(), "winners": [_to_entry(winner) for winner in merged.values()]}
+    merged = _read(path, key) if path.exists() else {}
+    merged |= {winner.measured.bucket: winner for winner in winners}
+    document = {"key": asdict(key), "winners": [_to_entry(winner) for winner in merged.values()]}
     # On the same file system; unique over the hosts that share it; not of tempfile, whose files only their owner may read.
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -218,26 +197,15 @@ def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
 def _to_entry(winner: Winner) -> dict[str, Any]:
     p = winner.measured
     shape = {"kind": p.kind, "dtype": dtype_name(p.dtype), "m": p.m, "n": p.n, "k": p.k}
-    timed = [{**_options(how), "ms": ms} for how, ms in winner.ms.items()]
-    return {**shape, "winner": _options(winner.how), "timed": timed}
-
-
-def _options(how: Method) -> dict[str, Any]:
-    """The fields of a Method that are not as usual."""
-    plain = asdict(Method(how.name))
-    return {name: value for name, value in asdict(how).items() if name == "name" or value != plain[name]}
-
-
-def _from_document(document: dict[str, Any], key: Key) -> Table:
-    """Raises ValueError, KeyError, TypeError or AttributeError for anything that `save` does not write."""
-    found = LEFT_OUT | document["key"]
-    if found != asdict(key):
-        raise ValueError(f"it was measured with {found}, this is {asdict(key)}")
-    winners = [_from_entry(entry, key.world) for entry in document["winners"]]
-    return Table({winner.measured.bucket: winner for winner in winners}, key.nodes)
+    return {
+        **shape,
+        "winner": asdict(winner.how),
+        "timed": [{**asdict(how), "ms": ms} for how, ms in winner.ms.items()],
+    }
 
 
 def _from_entry(entry: dict[str, Any], world: int) -> Winner:
+    """Raises ValueError, KeyError, TypeError or AttributeError for anything that `save` does not write."""
     kind, dtype, how = Kind(entry["kind"]), getattr(torch, entry["dtype"]), Method(**entry["winner"])
     m, n, k = (int(entry[name]) for name in ("m", "n", "k"))
     timed = {Method(**{k: v for k, v in one.items() if k != "ms"}): float(one["ms"]) for one in entry["timed"]}

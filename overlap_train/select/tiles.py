@@ -1,48 +1,132 @@
-"""How the tiles of a pass fill the SMs, wave after wave, and into how many chunks its blocks are cut.
-
-GEMM + RS, rows, columns, on two GPUs    tiles of the peer, own    waves of 132
-4100, 4096                               272, 272                  four, and one of halves
-  split reduction                        528, some of them of both four
-2048, 5120                               160, 160                  two, and one of halves. The peer's tiles end in the second,
-beside
-                                                                   104 own ones, which wait there for the peer's partial sums
-"""
+"""How a product is cut: which kernels multiply it, with which tiles, in how many waves, and into how many chunks each block is
+sent."""
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 
-from .method import Method
-from .passes import Pass
+from .method import CHUNK_COUNTS, Method, Pass
 from .system import System
-from .tiling import (
-    HOPPER_TILE,
-    chunk_count,
-    count_waves,
-    direct_chunk_count,
-    equal_chunks,
-    tma_reads,
-)
 
-# Beside reading and writing: what the second kernel of a split reduction takes from the end of the first.
-_SUM_LAUNCH_US = 5.0
-# What `System.copy_gbs` says of one copy, over what many with the gaps between them reach.
-_GAPS = 1.2
+HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
+
+# A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB.
+SHORTEST_COPY = 8 << 20
+# A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
+_SHORTEST_DIRECT = 1024  # rows
 
 
-def gemm_us(pass_: Pass, system: System) -> float:
-    """Microseconds of this rank's GEMM, at the rate of a long run."""
-    return 2 * pass_.rows * pass_.n * pass_.k / (system.sustained_tflops * 1e6)
+@dataclass(frozen=True)
+class TileConfig:
+    """How a kernel is cut: output tile, depth of a step, rows of tiles that share columns in L2, warps, stages. parts: strips of
+    rows of a tile, each of which may be of another chunk."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+    parts: int = 1
+
+    def count(self, rows: int, cols: int, chunks: int = 1) -> int:
+        """Tiles of `chunks` outputs [rows, cols], one after the other."""
+        return -(-chunks * self.strips(rows) // self.parts) * self.columns(cols)
+
+    def strips(self, rows: int) -> int:
+        """Strips, or tiles where they are not cut into any, of so many rows."""
+        return -(-rows * self.parts // self.block_m)
+
+    def columns(self, cols: int) -> int:
+        """Columns of tiles."""
+        return -(-cols // self.block_n)
+
+    def pairs(self, rows: int, cols: int, chunks: int = 1) -> int:
+        """Pairs of strips of `chunks` outputs [rows, cols], in each column of tiles. Of own rows a scatter's last wave may cut so
+        many tiles: at least as many have no other rows (kernels/tiles.py: first_cut_of_scatter)."""
+        return self.strips(rows) * chunks // self.parts * self.columns(cols)
+
+    def counted(self, rows: int, cols: int) -> int:
+        """What a kernel has counted when a chunk [rows, cols] is stored: each strip in each column of tiles."""
+        return self.strips(rows) * self.columns(cols)
 
 
-def copy_us(pass_: Pass, system: System) -> float:
-    """Microseconds that NVLink takes for what one rank sends, with the gaps between copies."""
-    return sent_bytes(pass_) / (system.copy_gbs / _GAPS * 1e3)
+def count_waves(tiles: int, sms: int, may_cut: int) -> float:
+    """Waves that so many tiles take on `sms` SMs. The last one takes half a wave where at most half of the SMs have a tile in it,
+    and it has at most `may_cut` tiles (kernels/tiles.py: first_cut, first_cut_of_scatter)."""
+    full, rest = divmod(tiles, sms)
+    return full + (0.5 if rest and 2 * rest <= sms and rest <= may_cut else float(rest > 0))
 
 
-def sent_bytes(pass_: Pass) -> float:
-    """Bytes that one rank sends to all others."""
-    return (pass_.world - 1) / pass_.world * pass_.m * pass_.row_features * pass_.dtype.itemsize
+HOPPER_TILE = TileConfig(128, 256, 64, num_warps=4, num_stages=4, parts=2)
+_HALF = TileConfig(128, 256, 64)
+_FULL = TileConfig(64, 64, 32, num_warps=4)  # fp32 has no tensor-core path
+_INTERPRETED = TileConfig(32, 32, 32, num_warps=4)
+
+
+def portable_tile(dtype: torch.dtype, device: torch.device) -> TileConfig:
+    """The tile of the plain Triton kernels. The interpreter pays per operation, not per element."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    return _FULL if dtype == torch.float32 else _HALF
+
+
+def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
+    """Into how many chunks each block is cut: as measured, else as a rule says."""
+    m_shard, on_gpu = max(1, pass_.m // pass_.world), device.type == "cuda"
+    if how.chunks:
+        return equal_chunks(m_shard, how.chunks)
+    if not how.multiplies or how.whole:
+        return 1
+    # In a gather, and with a split reduction, tiles cross from block to block: a strip more may cost a wave (4100 rows on two
+    # GPUs would take 4.5 instead of 4). Tiles of portable kernels do not cross from one chunk into the next.
+    spare = int(not pass_.kind.gathers and on_hopper(pass_, device) and not how.split_reduction)
+    if how.name == "direct":
+        return direct_chunk_count(m_shard, on_gpu, spare)
+    # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
+    most = 8 if pass_.kind.sums_blocks else 4
+    return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu, most, may_cost=spare)
+
+
+@functools.cache
+def chunk_count(
+    m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4, shortest: int = SHORTEST_COPY, may_cost: int = 0
+) -> int:
+    """Into how many equal chunks a fused operator cuts each block of m_shard rows: the more, the shorter the exposed tail.
+
+    On GPUs the largest of 1, 2, 4 and 8, up to `most`, that costs no tile, or no more than `may_cost` strips, and leaves no chunk
+    of less than `shortest` bytes; on the CPU 2 where the rows are even.
+    """
+    if not on_gpu:
+        return 2 if m_shard % 2 == 0 else 1
+    fits = (c for c in CHUNK_COUNTS if c <= most and m_shard * row_bytes >= c * shortest)
+    return max((c for c in fits if _is_cheap(m_shard, c, may_cost)), default=1)
+
+
+@functools.cache
+def direct_chunk_count(m_shard: int, on_gpu: bool, may_cost: int = 0) -> int:
+    """Into how many equal chunks a block is cut that a kernel stores at the peers and signals itself. As chunk_count, but on GPUs
+    chunks have at least _SHORTEST_DIRECT rows, whatever their bytes."""
+    return chunk_count(m_shard, 1, on_gpu, 8, _SHORTEST_DIRECT, may_cost)
+
+
+def _is_cheap(m_shard: int, chunks: int, may_cost: int) -> bool:
+    """Whether a block can be cut into equal chunks for so many strips. Where none may be lost, tiles count: a strip that fills up
+    the last tile of a chunk costs nothing."""
+    if m_shard % chunks:
+        return False
+    if may_cost:
+        return chunks * HOPPER_TILE.strips(m_shard // chunks) <= HOPPER_TILE.strips(m_shard) + may_cost
+    return chunks * HOPPER_TILE.count(m_shard // chunks, 1) == HOPPER_TILE.count(m_shard, 1)
+
+
+def equal_chunks(m_shard: int, most: int) -> int:
+    """The largest of 1, 2, 4 and 8, up to `most`, that cuts m_shard rows into equal chunks. What was measured with `most` chunks
+    may have had other rows."""
+    return max(count for count in CHUNK_COUNTS if count <= most and m_shard % count == 0)
 
 
 def on_hopper(pass_: Pass, device: System | torch.device) -> bool:
@@ -50,54 +134,18 @@ def on_hopper(pass_: Pass, device: System | torch.device) -> bool:
     return tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(device, pass_.dtype, pass_.row_features, 0)
 
 
-def scatters_on_hopper(pass_: Pass, system: System) -> bool:
-    """Whether it is a GEMM + RS that they serve."""
-    return pass_.kind.reduces and on_hopper(pass_, system)
-
-
-def saves_a_wave(pass_: Pass, system: System) -> bool:
-    """Whether a scatter takes half a wave of tiles less, or more, and less time, with a split reduction.
-
-    Own tiles that add the peers' partials have no rows of peers (schedule/order.py: units_in_run). So 4100 rows of 4096 columns
-    on two GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four: 332 us instead of 386.
-    """
-    if not scatters_on_hopper(pass_, system):
+@functools.cache
+def tma_reads(device: System | torch.device, dtype: torch.dtype, k: int, n: int) -> bool:
+    """Whether the Hopper kernels can read and write contiguous [*, k] and [*, n] matrices: 16-byte rows of 16-bit numbers."""
+    if device.type != "cuda" or dtype == torch.float32:
         return False
-    rows, peers = pass_.m // pass_.world, pass_.world - 1
-    apart = HOPPER_TILE.count(rows, pass_.n, peers) + HOPPER_TILE.count(rows, pass_.n)
-    together = HOPPER_TILE.count(rows, pass_.n, pass_.world)
-    own = HOPPER_TILE.pairs(rows, pass_.n)
-    before, after = (count_waves(tiles, system.sms, own) for tiles in (apart, together))
-    if before <= after:
-        return False
-    nbytes = (pass_.world + 1) * rows * pass_.n * pass_.dtype.itemsize  # own and received partials, and their sum
-    return (before - after) / before * gemm_us(pass_, system) > _SUM_LAUNCH_US + nbytes / (system.memory_gbs * 1e3)
+    capability = device.capability if isinstance(device, System) else torch.cuda.get_device_capability(device)
+    return capability[0] == 9 and k * dtype.itemsize % 16 == 0 and n * dtype.itemsize % 16 == 0
 
 
-def strips_to_spare(pass_: Pass, system: System, splits: bool = False) -> int:
-    """How many strips of rows a block may take more in chunks than whole: one, which shares a tile with a strip of another chunk.
-    splits: the reduction.
-
-    None in a gather: strips of all ranks are in one row of tiles, and 4100 rows on two GPUs would take 4.5 waves instead of 4.
-    None where it may cost the wave that a split reduction saves. None by portable kernels, whose tiles do not cross from one
-    chunk into the next.
-    """
-    keeps_a_wave = splits and saves_a_wave(pass_, system)
-    return int(not pass_.kind.gathers and on_hopper(pass_, system) and not keeps_a_wave)
-
-
-def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
-    """Into how many chunks each block is cut: as measured, else as a rule says."""
-    m_shard = max(1, pass_.m // pass_.world)
-    if how.chunks:
-        return equal_chunks(m_shard, how.chunks)
-    if not how.multiplies or how.whole:
-        return 1
-    system, on_gpu = System.of(device), device.type == "cuda"
-    spare = strips_to_spare(pass_, system, how.split_reduction)
-    if how.name == "direct":
-        return direct_chunk_count(m_shard, on_gpu, spare)
-    # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
-    most = 8 if pass_.kind.sums_blocks else 4
-    row_bytes = pass_.row_features * pass_.dtype.itemsize
-    return chunk_count(m_shard, row_bytes, on_gpu, most, may_cost=spare)
+def tma_reads_weight(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K], or its transpose in memory, has rows that start on 16 bytes."""
+    rows, cols = weight.stride()
+    pitch = rows if cols == 1 else cols
+    one_step = 1 in (rows, cols)
+    return one_step and pitch > 0 and pitch * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

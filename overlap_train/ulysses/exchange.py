@@ -25,7 +25,7 @@ from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.table import start_a2a_gemm, start_gemm_a2a
 from ..ops.wgrad import WeightGradient
-from ..select.autotune import Autotune, Timed, TimedBracket
+from ..select.autotune import Autotune, TimedScope
 from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
 from .parts import Factor, Give, Part, Read, Step, run_steps
 
@@ -284,4 +284,4 @@ class Linear:
         """Of a forward, or of a backward that gives an input gradient: else its time says nothing."""
         (run, name, method), work = turn, self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
         kind = (run.fprop if is_forward else run.fprop.dgrad).kind
-        return TimedBracket(nullcontext(), run, Timed(name, kind, method, work))
+        return TimedScope(nullcontext(), run, name, kind, method, work)

@@ -14,7 +14,7 @@ from overlap_train.group.memory import Request, prepare
 from overlap_train.group.registry import domain_of
 from overlap_train.group.signals import Tag
 from overlap_train.ops import low_latency
-from overlap_train.select.low_latency import flagged_bytes
+from overlap_train.select.method import flagged_bytes
 from tests.gpu import test_mismatched_calls
 from tests.linear_cases import OPERATORS, SHAPES, Case
 

@@ -33,7 +33,7 @@ from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import SLOTS
 from overlap_train.nodes import plan as nodes_plan
 from overlap_train.nodes.engines import StreamEngine
-from overlap_train.select.tiling import equal_chunks
+from overlap_train.select.tiles import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case
 
 pytestmark = pytest.mark.skipif("NCCL_HOSTID" not in os.environ, reason="needs NCCL_HOSTID: run this file alone")

@@ -18,9 +18,9 @@ from overlap_train.group.slots import Call
 from overlap_train.ops.launch import multiprocessors
 from overlap_train.schedule.kinds import Kind
 from overlap_train.select.choose import choose
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import Pass
 from overlap_train.select.table import UNTUNED
-from overlap_train.select.tiling import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
+from overlap_train.select.tiles import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
 from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
 
 SHAPES_OF_TILES = {

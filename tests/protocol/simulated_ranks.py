@@ -89,7 +89,7 @@ class Simulation:
 
     def patch(self, scheduler: Scheduler) -> None:
         """Put the simulated machine under the core for the duration of the run."""
-        tiling = core("select.tiling")
+        tiling = core("select.tiles")
         scheduler.patch(tiling, "_INTERPRETED", tiling.TileConfig(TILE, TILE, TILE))
         scheduler.patch(core("ops.launch"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "grid_size", lambda *args: (self.ctas,))
@@ -201,8 +201,10 @@ class SimulatedDomain:
 
 def _varied(engine: Any, topology: Any, variant: Any) -> Any:
     chunks = 1 if variant.whole else engine.chunks
-    transfers = core("schedule.transfers").transfers_of(engine.kind, topology, chunks, engine.method == "fused")
-    return dataclasses.replace(engine, variant=variant, chunks=chunks, transfers=transfers)
+    transfers = core("schedule.order").transfers_of(engine.kind, topology, chunks, engine.method == "fused")
+    return dataclasses.replace(
+        engine, variant=dataclasses.replace(variant, name=engine.method), chunks=chunks, transfers=transfers
+    )
 
 
 class SimulatedEngine:

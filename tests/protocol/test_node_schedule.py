@@ -9,11 +9,22 @@ from typing import Any
 
 import pytest
 
-from overlap_train.schedule import transfers as inside_node
+from overlap_train.schedule import order as inside_node
 from overlap_train.schedule.inter_node import send_recvs, transfers_of
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Topology, multiplied_together, sources, targets, tile_order
-from overlap_train.schedule.transfers import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, OPERAND
+from overlap_train.schedule.order import (
+    ARRIVED,
+    LANDED,
+    NETWORK,
+    NODE_SUM,
+    NVLINK,
+    OPERAND,
+    Topology,
+    multiplied_together,
+    sources,
+    targets,
+    tile_order,
+)
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2

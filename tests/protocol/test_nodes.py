@@ -38,7 +38,7 @@ from overlap_train.nodes.connect import NodeWaits
 from overlap_train.nodes.gloo import GlooTransport, HostEngine
 from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
 from overlap_train.ops.plan_cache import made_cache
-from overlap_train.select.tiling import equal_chunks
+from overlap_train.select.tiles import equal_chunks
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import Outcome, run_ranks, values
 

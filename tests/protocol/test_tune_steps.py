@@ -19,7 +19,7 @@ import torch.distributed as dist
 import overlap_train.nodes  # noqa: F401  registers its engines
 from overlap_train import OverlapConfig, all_gather_linear, shutdown
 from overlap_train.ops.table import PULLED, TABLE
-from overlap_train.select.passes import Pass, rounded_up
+from overlap_train.select.method import Pass, rounded_up
 from overlap_train.select.table import key_of, read
 from tests.linear_cases import OPERATORS, SHAPES, Case
 from tests.processes import run_ranks, values

@@ -22,8 +22,7 @@ from overlap_train.group.signals import Tag
 from overlap_train.ops.plan import EnginePlan
 from overlap_train.ops.table import IN_NODE
 from overlap_train.schedule.kinds import Kind
-from overlap_train.select.method import Method
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import Method, Pass
 from overlap_train.select.table import Winner, key_of, path_of, read, save
 from overlap_train.tools.measure.results import Results
 from overlap_train.tools.measure.runs import Session, Settings

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_train.select.tiling import tma_reads
+from overlap_train.select.tiles import tma_reads
 from tests.unit import hopper_ptx
 
 

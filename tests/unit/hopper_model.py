@@ -23,7 +23,7 @@ from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops.launch import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology, units_in_run
-from overlap_train.select.tiling import HOPPER_TILE
+from overlap_train.select.tiles import HOPPER_TILE
 
 
 class Nothing:

@@ -75,7 +75,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     )
     from overlap_train.schedule.kinds import Kind
     from overlap_train.schedule.order import units_in_run
-    from overlap_train.select.tiling import HOPPER_TILE
+    from overlap_train.select.tiles import HOPPER_TILE
 
     module = __import__(f"overlap_train.kernels.{kernel_name}", fromlist=["kernel"])
     kernel = getattr(module, f"{kernel_name}_kernel")

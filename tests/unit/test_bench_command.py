@@ -12,8 +12,7 @@ import pytest
 
 from overlap_train import cli
 from overlap_train.schedule.kinds import Kind
-from overlap_train.select.method import Method
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import Method, Pass
 from overlap_train.select.table import Winner, key_of, save
 from tests.script_server import ScriptServer
 

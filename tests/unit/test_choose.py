@@ -16,10 +16,9 @@ import torch
 from overlap_train import choose
 from overlap_train.config import METHODS
 from overlap_train.schedule.kinds import Kind
-from overlap_train.select.choose import Took, alone, fastest
-from overlap_train.select.method import NAMES, Method
-from overlap_train.select.passes import Pass
-from overlap_train.select.reach import Reach
+from overlap_train.select.choose import alone, fastest
+from overlap_train.select.cost import Estimate, Reach
+from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.tools.measure.cases import Case
@@ -96,15 +95,12 @@ def test_short_blocks_cross_nodes_together() -> None:
     assert auto(long, System.of(CPU), nodes=2) == "chunked"
 
 
-def test_the_present_device_is_known_by_its_name_or_by_what_torch_says(hopper_gpu: pytest.MonkeyPatch) -> None:
+def test_the_present_device_is_known_by_its_name_or_is_like_its_generation(hopper_gpu: pytest.MonkeyPatch) -> None:
     assert System.of(torch.device("cuda", 0)) == H200
     card = SimpleNamespace(name="NVIDIA H20", multi_processor_count=74)
     hopper_gpu.setattr(torch.cuda, "get_device_properties", lambda device: card)
     assert System.of(torch.device("cuda", 0)) == replace(H20, sms=74)
-    other = SimpleNamespace(
-        name="NVIDIA GB300", multi_processor_count=148, major=10, minor=3, clock_rate=1_860_000,
-        memory_clock_rate=3_996_000, memory_bus_width=8192,
-    )  # fmt: skip
+    other = SimpleNamespace(name="NVIDIA GB300", multi_processor_count=148, major=10, minor=3)
     hopper_gpu.setattr(torch.cuda, "get_device_properties", lambda device: other)
     found = System.of(torch.device("cuda", 0))
     assert found.sms == 148 and found.peak_tflops == pytest.approx(2250, rel=0.1) and not found.is_measured
@@ -227,7 +223,7 @@ def test_every_choice_has_a_reason(m: int, device: Any) -> None:
 
 
 def winner(default: str, host_us: dict[str, float] | None = None, **us: float) -> str:
-    took = {Method(name): Took(time, (host_us or {}).get(name, 0.0)) for name, time in us.items()}
+    took = {Method(name): Estimate(time, (host_us or {}).get(name, 0.0)) for name, time in us.items()}
     return fastest(took, default).name
 
 
@@ -249,7 +245,7 @@ def test_of_equal_methods_the_one_with_the_least_launches_where_they_show() -> N
 
 def test_a_method_is_as_good_as_its_best_options() -> None:
     whole = Method("fused", whole=True)
-    took = {Method("fused"): Took(1.0), whole: Took(0.8), Method("collective"): Took(0.9)}
+    took = {Method("fused"): Estimate(1.0), whole: Estimate(0.8), Method("collective"): Estimate(0.9)}
     assert fastest(took, "collective") == whole
     del took[Method("fused")]
     assert fastest(took, "collective").name == "collective", "plain fused did not work"

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Strips, Unit, sources, strip_order, units_in_run
-from overlap_train.select.tiling import HOPPER_TILE, count_waves
+from overlap_train.select.tiles import HOPPER_TILE, count_waves
 from tests.unit.hopper_model import ORDER, SMS, Product, Stored, run_gather, run_scatter
 
 pytestmark = pytest.mark.slow

@@ -17,8 +17,7 @@ from overlap_train.ops.plan import Plan, error_on_device, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.select.low_latency import LOW_LATENCY, MOST_BYTES, flagged_bytes, serves
-from overlap_train.select.passes import Pass
+from overlap_train.select.method import LOW_LATENCY, MOST_BYTES, Pass, flagged_bytes, serving
 from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 
@@ -73,8 +72,10 @@ def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
 
 
 def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:
-    assert all(serves(pass_) for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad))
-    assert not any(serves(pass_) for pass_ in (replace(FEW, m=1 << 16), replace(FEW, kind=Kind.A2A_GEMM)))
+    assert all(serving([LOW_LATENCY], pass_) for pass_ in (FEW, FEW.dgrad, FEW.dgrad.dgrad))
+    assert not any(
+        serving([LOW_LATENCY], pass_) for pass_ in (replace(FEW, m=1 << 16), replace(FEW, kind=Kind.A2A_GEMM))
+    )
 
 
 def test_flagged_words_lie_behind_the_blocks() -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from overlap_train.nodes import measure
+from overlap_train.nodes.sm_budget import MOST_SMS, WAIT_SMS, SmBudget
 from overlap_train.schedule.order import Topology
-from overlap_train.select.sm_budget import MOST_SMS, WAIT_SMS, SmBudget
 from overlap_train.select.system import H200
 from overlap_train.symmetric.agreement import OverlapTimeoutError
 

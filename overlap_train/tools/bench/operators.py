@@ -27,8 +27,8 @@ from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
 from ...schedule.kinds import Kind
 from ...select.choose import choose
-from ...select.low_latency import serving
-from ...select.reach import reach_of
+from ...select.cost import reach_of
+from ...select.method import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, OPERATORS, OPS, WEIGHTS, Case, cases_of, weight_of
 from ..measure.models import MODELS

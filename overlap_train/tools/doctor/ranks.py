@@ -21,7 +21,7 @@ from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...group.signals import poll
 from ...select.system import System, system_of
-from ...select.tiling import tma_reads
+from ...select.tiles import tma_reads
 from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.timing import Call, Pace, measure

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ...schedule.kinds import Kind
-from ...select.passes import Pass
+from ...select.method import Pass
 from .models import MODELS, TINY
 
 # By the names of operators in records: what a forward pass does.

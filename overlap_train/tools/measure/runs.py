@@ -31,9 +31,8 @@ from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.table import start_a2a_gemm, start_ag_gemm, start_gemm_a2a, start_gemm_rs
 from ...select.choose import Choice, alone
-from ...select.low_latency import MOST_BYTES, flagged_bytes
-from ...select.method import NAMES, Method
-from ...select.reach import reach_of
+from ...select.cost import reach_of
+from ...select.method import MOST_BYTES, NAMES, Method, flagged_bytes
 from .cases import Case
 from .check import check, product_reference, scatter_reference
 from .results import Results

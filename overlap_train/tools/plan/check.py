@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ...select.choose import alone, choose
-from ...select.cost import Estimate, library_us
-from ...select.passes import Pass
-from ...select.reach import reach_of
+from ...select.cost import Estimate, library_us, reach_of
+from ...select.method import Pass
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import LAYERS, PASSES, Case

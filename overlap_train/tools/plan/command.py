@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...flags import Parser, add_options, from_args, option
-from ...select.reach import reach_of
+from ...select.cost import reach_of
 from ...select.system import SYSTEMS, System
 from ..measure.models import MODELS, TINY, Model
 from ..measure.results import aligned, cell

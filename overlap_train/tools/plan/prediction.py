@@ -10,16 +10,14 @@ import torch
 from ...flags import option, positive_int, positive_int_or_0
 from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
-from ...select.cost import Estimate, library_us
-from ...select.method import NAMES, Method
-from ...select.passes import Pass
-from ...select.reach import reach_of
+from ...select.cost import Estimate, library_us, reach_of
+from ...select.method import LOW_LATENCY, NAMES, Pass
 from ...select.system import System
 from ...ulysses.parts import parts_that_hide
 from ..measure.cases import Case, cases_of, check_divisible
 from ..measure.models import OPS_OF_LINEARS, Model
 
-METHODS = tuple(name for name in NAMES if not Method(name).few_rows)  # plans are for long sequences
+METHODS = tuple(name for name in NAMES if name != LOW_LATENCY)  # plans are for long sequences
 COLLECTIVE, OUTPUT = "collective", "output"
 _PROJECTIONS = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}  # what they are under Ulysses
 _VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks

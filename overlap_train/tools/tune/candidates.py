@@ -20,15 +20,12 @@ from ...ops.plan import Plan, planner_of
 from ...ops.plan_cache import PlannedOp
 from ...ops.spec import ALL_GATHER_LINEAR
 from ...ops.wgrad import WeightGradient
-from ...select.choose import Choice, Took, fastest, untuned
-from ...select.low_latency import serving
-from ...select.method import CHUNK_COUNTS, Method
-from ...select.passes import Pass
-from ...select.reach import reach_of
+from ...select.choose import Choice, fastest, untuned, with_options
+from ...select.cost import Estimate, reach_of
+from ...select.method import CHUNK_COUNTS, Method, Pass, serving
 from ...select.system import System
 from ...select.table import Winner
-from ...select.tiles import chunks_of, copy_us, saves_a_wave
-from ...select.tiling import equal_chunks
+from ...select.tiles import chunks_of, equal_chunks
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPERATORS, Case, cases_of, check_divisible
 from ..measure.models import MODELS, OPS_OF_LINEARS
@@ -92,8 +89,10 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
     is_free = not (exchanges or pass_.kind.before_wgrad)
-    collides = pass_.world > 2 and plain.pushes and copy_us(pass_, system) > _SHORT_COPY_US and is_free
-    splits = plain.splits and (pass_.kind.before_wgrad or saves_a_wave(pass_, system))
+    copies_us = pass_.sent_bytes / (system.copy_gbs * 1e3)
+    collides = pass_.world > 2 and plain.pushes and copies_us > _SHORT_COPY_US and is_free
+    may_split = plain.cuts and pass_.kind.reduces
+    splits = may_split and (pass_.kind.before_wgrad or with_options(name, pass_, system).split_reduction)
     options = itertools.product(*((False, True) if may else (False,) for may in (cuts, splits, collides)))
     return [Method(name, *each) for each in options]
 
@@ -121,7 +120,7 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
         return None
     timings = session.time({str(how): call for how, call in calls.items()}, case.flops(world.size))
     took = {how: timings[str(how)] for how in calls}
-    how = fastest({how: Took(1e3 * one.ms, one.host_us) for how, one in took.items()}, default)
+    how = fastest({how: Estimate(1e3 * one.ms, one.host_us) for how, one in took.items()}, default)
     return Winner(planned, how, {how: one.ms for how, one in took.items()})
 
 
