@@ -15,7 +15,7 @@ FlashAttention's, that of all others torch's: te / te_alone and ms / alone say w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,7 +31,6 @@ from ...ulysses.attention_layout import Heads, Rotary, pack, unpack
 from ...ulysses.layout import AttentionHeads, SequenceLayout
 from ...ulysses.shards import SequenceShards
 from ..measure.models import MODELS, Model
-from ..measure.results import Row
 from ..measure.runs import Check, Inputs, Run, Session
 from ..measure.world import World
 from . import transformer_engine
@@ -40,6 +39,7 @@ from .turns import Contest, Way, Ways
 
 Block = Callable[["Data"], torch.Tensor]
 NAMES = ("y", "dx", "dw_qkv", "dw_proj")
+COLUMNS = ("sequence", "alone", "te", "te_alone")
 TILE = 128  # rows and columns; no kernel of ours has larger tiles in both
 
 
@@ -93,12 +93,9 @@ def contest_of(model: str, tokens: int, ways: Ways, session: Session) -> Contest
     inputs = Inputs([data], decoy, check_against(in_torchs_words(world, SequenceLayout(), tokens), data))
     head = {"layer": f"{model}-ulysses", "world": world.size, "seq": tokens}
     flops = 6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj))
-    return Contest(f"{model} attention, {tokens} tokens", head, flops, inputs, ways, row, partial(te_ways, world, data))
-
-
-def row(ms: Mapping[str, float]) -> Row:
-    """What each row of layers.json says of the baselines."""
-    return {f"{name}_ms": ms.get(name) for name in ("sequence", "alone", "te", "te_alone")}
+    return Contest(
+        f"{model} attention, {tokens} tokens", head, flops, inputs, ways, COLUMNS, partial(te_ways, world, data)
+    )
 
 
 def forward_backward(block: Block) -> Run:

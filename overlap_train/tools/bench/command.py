@@ -114,7 +114,6 @@ class Layers(Bench):
 
     layers: tuple[str, ...] = some((), tuple(LAYERS), "LAYER,...", LAYERS_HELP)
     seq: tuple[int, ...] = option((), "sequence lengths; default 8192", parse=positive_int, metavar="S", spaced=True)
-    tuned: str = option("", "time auto once more, as tuned_ms, by overlap-train tune's winners in DIR", metavar="DIR")
     connections: int | None = option(
         1, "CUDA_DEVICE_MAX_CONNECTIONS; Megatron-Core needs 1", parse=positive_int, metavar="N"
     )
@@ -122,7 +121,7 @@ class Layers(Bench):
 
     def contests(self, file: str, session: Session) -> Contests:
         names, lengths = ((f"{TINY}-mlp",), (16,)) if self.tiny else (self.layers, self.seq)
-        return layers.contests(layers.layer_cases(names, lengths, session.world.size), session, self.tuned)
+        return layers.contests(layers.layer_cases(names, lengths, session.world.size), session)
 
 
 @dataclass(frozen=True)
