@@ -16,12 +16,12 @@ import sys
 
 import torch
 
+from overlap_train.ops import launch
+from overlap_train.tools.measure.world import pretend_nodes
+
 
 def share() -> None:
     """Before the first communicator and before the GPU is used."""
-    from overlap_train.ops import launch
-    from overlap_train.tools.measure.world import pretend_nodes
-
     pretend_nodes(1)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -47,14 +47,13 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 @dataclass(frozen=True)
 class Settings:
     """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds; rounds, burst_ms: how many, and how long a burst in them is, if not as usual."""
+    rounds; rounds: how many, if not as usual."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
     rounds: int | None = None
-    burst_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        turns = pace(flops, self.settings.quick, self.settings.rounds, self.settings.burst_ms)
+        turns = pace(flops, self.settings.quick, self.settings.rounds)
         return measure(calls, turns, self.world.group, self.world.device)
 
 
