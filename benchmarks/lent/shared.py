@@ -3,9 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/lent/shared.py benchmarks/probes/host_time.py --rounds 20
     torchrun --standalone --nproc-per-node 2 benchmarks/lent/shared.py -m overlap_train bench layers
 
-Each rank sees one GPU, LOCAL_RANK 0, and is a host of its own for NCCL, which refuses two ranks of one host on one GPU and goes
-over sockets between these. Our kernels leave 8 SMs free: the driver copies between ranks of one GPU by kernels, which found
-none, and ours waited for these copies. With MPS (launch/test_gpu.sh starts it) the ranks run at once.
+Each rank is a host of its own for NCCL, which refuses two ranks of one host on one GPU. Our kernels leave 8 SMs to the driver,
+which copies between ranks of one GPU by kernels. With MPS (launch/test_gpu.sh starts it) the ranks run at once.
 """
 
 from __future__ import annotations

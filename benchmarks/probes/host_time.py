@@ -30,6 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train.tools.measure.world import World
 
 METHODS = ("low_latency", "direct", "fused", "collective")
 WARM_UP = 3  # calls before a burst, which does not find them in the caches
@@ -78,16 +79,8 @@ def sequence(
     x: torch.Tensor, w1: torch.Tensor, h: torch.Tensor, w2: torch.Tensor, dy: torch.Tensor, dz: torch.Tensor
 ) -> Sequences:
     """What the method `collective` does, written out: no checks, no plan, no autograd."""
-
-    def gather(shard: torch.Tensor) -> torch.Tensor:
-        whole = shard.new_empty(len(shard) * dist.get_world_size(), shard.shape[1])
-        dist.all_gather_into_tensor(whole, shard)
-        return whole
-
-    def scatter(partial: torch.Tensor) -> torch.Tensor:
-        y = partial.new_empty(len(partial) // dist.get_world_size(), partial.shape[1])
-        dist.reduce_scatter_tensor(y, partial)
-        return y
+    ranks = World(dist.group.WORLD, x.device, dist.get_rank(), dist.get_world_size())
+    gather, scatter = ranks.gather, ranks.scatter
 
     def column_backward() -> object:
         whole, dx = gather(x), scatter(torch.mm(dy, w1))

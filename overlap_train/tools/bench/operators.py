@@ -130,8 +130,8 @@ def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int]
     own = session.domain(received)
     if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
         session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
-    others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
-    domains = [own, *(other.domain(received) for other in others)]
+    others = [sms for sms in network_sms if sms != sms_of(own)]
+    domains = [own, *(session.domain(received, dist.new_group(), network_sms=sms) for sms in others)]
     groups = TwoSteps.of(own.topology, session.world)
     for case in cases:
         inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
@@ -152,7 +152,7 @@ def _slot_bytes(case: Case, session: Session) -> int:
 def contest_of(
     case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: TwoSteps | None, session: Session
 ) -> Contest:
-    """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
+    """All methods and baselines of one pass. domains: the group's own one first."""
     world, dtype, own = session.world, str(session.settings.dtype).removeprefix("torch."), domains[0]
     ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, own, session).items()}
     baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), groups)

@@ -105,7 +105,8 @@ def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session:
     """Time all calls; a row for each method of ours."""
     timings = session.time(calls, contest.flops)
     ms: dict[str, float | None] = {name: timing.ms for name, timing in timings.items()}
-    ms["te_userbuffers"] = min((ms[name] for name in transformer_engine.USERBUFFERS if name in ms), default=None)
+    userbuffers = [timings[name].ms for name in transformer_engine.USERBUFFERS if name in timings]
+    ms["te_userbuffers"] = min(userbuffers, default=None)
     baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
     if "comm" in timings:
         baselines["bound"] = timings["sequence"].ms / max(timings["gemm"].ms, timings["comm"].ms)
