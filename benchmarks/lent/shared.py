@@ -3,9 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/lent/shared.py benchmarks/probes/host_time.py --rounds 20
     torchrun --standalone --nproc-per-node 2 benchmarks/lent/shared.py -m overlap_train bench layers
 
-Each rank sees one GPU, LOCAL_RANK 0, and is a host of its own for NCCL, which refuses two ranks of one host on one GPU and goes
-over sockets between these. Our kernels leave 8 SMs free: the driver copies between ranks of one GPU by kernels, which found
-none, and ours waited for these copies. With MPS (launch/test_gpu.sh starts it) the ranks run at once.
+Each rank is a host of its own for NCCL, which refuses two ranks of one host on one GPU. Our kernels leave 8 SMs to the driver,
+which copies between ranks of one GPU by kernels. With MPS (launch/test_gpu.sh starts it) the ranks run at once.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import sys
 
 import torch
 
+from overlap_train.ops import launch
+from overlap_train.tools.measure.world import pretend_nodes
+
 
 def share() -> None:
     """Before the first communicator and before the GPU is used."""
-    from overlap_train.ops import launch
-    from overlap_train.tools.measure.world import pretend_nodes
-
     pretend_nodes(1)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -21,42 +21,97 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from host_calls import Operands, linears_of, operands_of, sequence
+import torch.nn.functional as F
 
-from overlap_train import shutdown
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
+from overlap_train.tools.measure.world import World
 
+METHODS = ("low_latency", "direct", "fused", "collective")
 WARM_UP = 3  # calls before a burst, which does not find them in the caches
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How many rounds, in each of which everything has a burst of so many calls."""
+class Linear:
+    """One linear, or both: what makes its outputs, and what autograd is given and asked for."""
 
-    rounds: int
-    calls: int
+    forward: Callable[[], tuple[torch.Tensor, ...]]
+    inputs: tuple[torch.Tensor, ...]
+    grads: tuple[torch.Tensor, ...]
+
+    def backward(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        torch.autograd.grad(outputs, self.inputs, self.grads)
+
+    def __add__(self, other: Linear) -> Linear:
+        return Linear(lambda: self.forward() + other.forward(), self.inputs + other.inputs, self.grads + other.grads)
 
 
+Linears = dict[str, dict[str, Linear]]  # by operator and method
+Sequences = dict[tuple[str, str], Call]  # by operator and pass
 Times = dict[tuple[str, str, str], list[float]]  # microseconds of each burst by operator, pass and method
 
 
-def measure(o: Operands, pace: Pace, device: torch.device) -> Times:
+def calls_of(rows: int, features: int, device: torch.device, world: int) -> tuple[Linears, Sequences]:
+    """x [M/W, K], column [N/W, K]; h [M, N/W], row [K, N/W]; gradients dy [M, N/W], dz [M/W, K]; K = N/W."""
+
+    def tensor(m: int, trained: bool = True) -> torch.Tensor:
+        return torch.randn(m, features, device=device, dtype=torch.bfloat16, requires_grad=trained)
+
+    x, w1, h, w2 = tensor(rows // world), tensor(features), tensor(rows), tensor(features)
+    dy, dz, whole, dwhole = tensor(rows, False), tensor(rows // world, False), tensor(rows), tensor(rows, False)
+    column = {"F.linear": Linear(lambda: (F.linear(whole, w1),), (whole, w1), (dy,))}
+    row = {"F.linear": Linear(lambda: (F.linear(h, w2),), (h, w2), (dwhole,))}
+    for method in METHODS:
+        told = dict(group=dist.group.WORLD, config=OverlapConfig(method=method))
+        column[method] = Linear(lambda told=told: (all_gather_linear(x, w1, **told),), (x, w1), (dy,))
+        row[method] = Linear(lambda told=told: (linear_reduce_scatter(h, w2, **told),), (h, w2), (dz,))
+    linears = {"column": column, "row": row, "both": {method: column[method] + row[method] for method in column}}
+    return linears, sequence(*(one.detach() for one in (x, w1, h, w2)), dy, dz)
+
+
+def sequence(
+    x: torch.Tensor, w1: torch.Tensor, h: torch.Tensor, w2: torch.Tensor, dy: torch.Tensor, dz: torch.Tensor
+) -> Sequences:
+    """What the method `collective` does, written out: no checks, no plan, no autograd."""
+    ranks = World(dist.group.WORLD, x.device, dist.get_rank(), dist.get_world_size())
+    gather, scatter = ranks.gather, ranks.scatter
+
+    def column_backward() -> object:
+        whole, dx = gather(x), scatter(torch.mm(dy, w1))
+        return dx, torch.mm(dy.t(), whole)
+
+    def row_backward() -> object:
+        whole = gather(dz)
+        return torch.mm(whole, w2), torch.mm(whole.t(), h)
+
+    found: Sequences = {
+        ("column", "fprop"): lambda: torch.mm(gather(x), w1.t()),
+        ("row", "fprop"): lambda: scatter(torch.mm(h, w2.t())),
+        ("column", "bprop"): column_backward,
+        ("row", "bprop"): row_backward,
+    }
+    for what in ("fprop", "bprop"):
+        found["both", what] = lambda what=what: (found["column", what](), found["row", what]())
+    return found
+
+
+def measure(linears: Linears, others: Sequences, rounds: int, calls: int, device: torch.device) -> Times:
     """Everything in turn in each round, so that all see the same machine; the first round does not count."""
-    linears, times = linears_of(o), Times()
-    calls = {(*place, "sequence"): call for place, call in sequence(o).items()}
-    for turn in range(1 + pace.rounds):
+    times = Times()
+    for turn in range(1 + rounds):
         gc.collect()
-        for place, call in calls.items():
-            times.setdefault(place, []).append(_burst(call, pace.calls, device)[0])
+        for (operator, what), call in others.items():
+            times.setdefault((operator, what, "sequence"), []).append(_burst(call, calls, device)[0])
         for operator, by_method in linears.items():
             for method, linear in by_method.items():
-                forward, outputs = _burst(linear.forward, WARM_UP + pace.calls, device)
-                backward, _ = _burst(lambda: linear.backward(outputs.pop()), pace.calls, device)  # noqa: B023
+                forward, outputs = _burst(linear.forward, WARM_UP + calls, device)
+                backward, _ = _burst(lambda: linear.backward(outputs.pop()), calls, device)  # noqa: B023
                 times.setdefault((operator, "fprop", method), []).append(forward)
                 times.setdefault((operator, "bprop", method), []).append(backward)
         if turn == 0:
@@ -64,7 +119,7 @@ def measure(o: Operands, pace: Pace, device: torch.device) -> Times:
     return times
 
 
-def _burst(call: Callable[[], object], calls: int, device: torch.device) -> tuple[float, list]:
+def _burst(call: Call, calls: int, device: torch.device) -> tuple[float, list]:
     """Microseconds a call, and what the calls returned."""
     found = [call() for _ in range(WARM_UP)]
     if device.type == "cuda":
@@ -80,26 +135,10 @@ def _burst(call: Callable[[], object], calls: int, device: torch.device) -> tupl
 
 
 def table(times: Times) -> str:
-    lines = ["operator  pass   method         least  median  over F.linear"]
-    for (operator, pass_, method), us in sorted(times.items()):
-        beside = times.get((operator, pass_, "F.linear"))
-        ratio = f"{min(us) / min(beside):9.2f}" if beside else ""
-        lines.append(
-            f"{operator:9s} {pass_:6s} {method:12s} {min(us):7.1f} {statistics.median(us):7.1f} {ratio}".rstrip()
-        )
+    lines = ["operator  pass   method         least  median"]
+    for (operator, what, method), us in sorted(times.items()):
+        lines.append(f"{operator:9s} {what:6s} {method:12s} {min(us):7.1f} {statistics.median(us):7.1f}")
     return "\n".join(lines)
-
-
-def started(on_gpu: bool) -> AbstractContextManager[object]:
-    """The process group of all ranks, or the stand-in for one."""
-    if not on_gpu:
-        from stand_in_gpu import stand_in
-
-        return stand_in()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", timeout=timedelta(seconds=90), device_id=device)
-    return nullcontext()
 
 
 def main() -> None:
@@ -109,10 +148,17 @@ def main() -> None:
     for name, value in (sizes | dict(rounds=7, calls=40)).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
-    with started(on_gpu):
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        o = operands_of(a.rows, a.features, device, dist.get_world_size())
-        times = measure(o, Pace(a.rounds, a.calls), device)
+    device, group = torch.device("cpu"), nullcontext()
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timedelta(seconds=90), device_id=device)
+    else:
+        from stand_in_gpu import stand_in
+
+        group = stand_in()
+    with group:
+        times = measure(*calls_of(a.rows, a.features, device, dist.get_world_size()), a.rounds, a.calls, device)
         if dist.get_rank() == 0:
             print(table(times), flush=True)
         shutdown()

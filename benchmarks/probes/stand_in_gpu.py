@@ -109,7 +109,7 @@ class IdleDomain(domain.OverlapDomain):
 def stand_in(world: int = 2) -> ExitStack:
     """Bracket in which this process is rank 0 of a group, and host tensors are taken for a GPU's."""
     stack = ExitStack()
-    make_plan, registry = settled.make_plan, "overlap_train.group.registry"
+    make_plan = settled.make_plan
 
     def planned(
         spec: Any, config: Any, table: Any, topology: Any, x: torch.Tensor, w: torch.Tensor, **network: Any
@@ -118,7 +118,7 @@ def stand_in(world: int = 2) -> ExitStack:
 
     stream = SimpleNamespace(cuda_stream=1, synchronize=lambda: None)
     for name, instead in {
-        f"{registry}.OverlapDomain": IdleDomain,
+        "overlap_train.group.registry.OverlapDomain": IdleDomain,
         "overlap_train.group.domain.Agreement": Echo,
         "overlap_train.ops.plan_cache.make_plan": planned,
         "overlap_train.ops.plan_cache.error_on_device": lambda *arguments: None,

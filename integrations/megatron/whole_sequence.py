@@ -19,9 +19,11 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
 from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, Rotary, SequenceLayout
+from overlap_train.group.registry import made_domain
 from overlap_train.group.signals import poll
 from overlap_train.integrations.megatron.packed import Documents
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, Heads
+from overlap_train.symmetric.peers import warn_after
 from overlap_train.warn import warn_user
 
 
@@ -48,10 +50,20 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
     work = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
     rank, ranks = dist.get_rank(), ", ".join(map(str, dist.get_process_group_ranks(group)))
     parts = f"for the rotary frequencies or the mask of ranks {ranks} of the job"
-    late = f"Ulysses attention: rank {rank} has waited {timeout_s / 10:.3g} s {parts}; it gives up after timeout_s={timeout_s:g}"
-    if not poll(work.is_completed, timeout_s, late=lambda: warn_user(late)):
+    warned, where = list[bool](), f"Ulysses attention: rank {rank}"
+    domain, peers = made_domain(group), [peer for peer in range(group.size()) if peer != dist.get_rank(group)]
+
+    def late(waited: float) -> None:
+        error = None if domain is None else domain.agreement.peers.error(where, peers)
+        if error is not None:
+            raise error
+        if waited > warn_after(timeout_s) and not warned:
+            warned.append(True)
+            warn_user(f"{where} has waited {waited:.3g} s {parts}; it gives up after timeout_s={timeout_s:g}")
+
+    if not poll(work.is_completed, timeout_s, late=late):
         raise OverlapTimeoutError(
-            f"Ulysses attention: rank {rank} waited {timeout_s:g} s {parts}. One of them is dead, stopped, or in another "
+            f"{where} waited {timeout_s:g} s {parts}. One of them is dead, stopped, or in another "
             f"call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
         )
     work.wait()

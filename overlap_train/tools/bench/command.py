@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Iterator
@@ -22,15 +21,14 @@ from ..measure.cases import EXCHANGES, LAYERS, OPS, PASSES, PUBLISHED, WEIGHTS
 from ..measure.models import TINY
 from ..measure.results import Results, hardware
 from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
-from . import attention, layers, operators, plots, timeline, turns
+from ..pictures import bars
+from . import attention, layers, operators, timeline, turns
 from .operators import TABLE_6
 
 SLOW = "bench: no GPU here. On CPU processes sizes like these take a minute or more a row; --tiny only tries the code, in seconds"
 METHODS_HELP = (
     f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective"
 )
-BURST_HELP = """length of a turn, in milliseconds of matrix products; default 4. Turns of 500 are as long as those of training, in
-which we suppose that a call that takes more power than others has a lower clock"""
 SHAPES_HELP = "MODEL: a product of its MLP; MODEL-qkv, MODEL-proj: of its attention; all"
 LAYERS_HELP = (
     "MODEL-mlp or MODEL-attn; default: both of llama3-8b (the MLP also with 4096) and llama3-70b, and qwen3-32b-mlp"
@@ -58,33 +56,14 @@ class Bench:
     )
     quick: bool = option(False, "fewer and shorter rounds")
     rounds: int | None = option(None, "how many; default 5, with --quick 3", parse=positive_int, metavar="N")
-    burst_ms: float | None = option(None, BURST_HELP, parse=positive_float, metavar="MS")
     tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
-    connections: int | None = option(None, "CUDA_DEVICE_MAX_CONNECTIONS", parse=positive_int, metavar="N")
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """The names of NAME.json and NAME.md, in the order in which they are measured."""
-        return ("operators",)
+    files = ("operators",)  # NAME.json and NAME.md, in the order in which they are measured
 
     def contests(self, file: str, session: Session) -> Contests:
         """The cases of a file. Collective."""
         raise NotImplementedError
-
-    def settings(self, device: torch.device) -> Settings:
-        """What the measurements themselves need. Raises ValueError for a method that cannot run on the device."""
-        fits = [method for method in ("fused", "direct") if not self.node_ranks or Method(method).crosses]
-        methods = self.methods or (*(fits if device.type == "cuda" else ()), "chunked", "collective")
-        refuse_kernels_on_cpus(self.methods, device)
-        dtype = torch.float32 if self.tiny else torch.bfloat16
-        # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
-        config = OverlapConfig(
-            provider=self.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=self.node_ranks,
-            tuning_dir=self.tuning_dir, network=self.network,
-        )  # fmt: skip
-        return Settings(methods, dtype, self.quick, config, self.rounds, self.burst_ms)
 
 
 @dataclass(frozen=True)
@@ -114,15 +93,11 @@ class Layers(Bench):
 
     layers: tuple[str, ...] = some((), tuple(LAYERS), "LAYER,...", LAYERS_HELP)
     seq: tuple[int, ...] = option((), "sequence lengths; default 8192", parse=positive_int, metavar="S", spaced=True)
-    tuned: str = option("", "time auto once more, as tuned_ms, by overlap-train tune's winners in DIR", metavar="DIR")
-    connections: int | None = option(
-        1, "CUDA_DEVICE_MAX_CONNECTIONS; Megatron-Core needs 1", parse=positive_int, metavar="N"
-    )
     files = ("layers",)
 
     def contests(self, file: str, session: Session) -> Contests:
         names, lengths = ((f"{TINY}-mlp",), (16,)) if self.tiny else (self.layers, self.seq)
-        return layers.contests(layers.layer_cases(names, lengths, session.world.size), session, self.tuned)
+        return layers.contests(layers.layer_cases(names, lengths, session.world.size), session)
 
 
 @dataclass(frozen=True)
@@ -137,10 +112,6 @@ class Ulysses(OfPasses):
         "table6: the shapes of Ditron's Table 6",
     )
     seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple("layers" if what == "blocks" else what for what in self.what)
 
     def contests(self, file: str, session: Session) -> Contests:
         models, tokens = ((TINY,), (16,)) if self.tiny else (self.models, self.seq)
@@ -193,26 +164,21 @@ def main(arguments: list[str]) -> int:
     Raises:
         ValueError: wrong arguments.
     """
-    args = parser().parse_args(arguments)
-    if args.command == "plot":
-        print(*plots.draw(args.folder), sep="\n")
-        return 0
-    told = from_args(BENCHES[args.command](), args)
-    return record(told) if isinstance(told, Timeline) else benchmark(args.command, told)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The parser of `overlap-train bench` with all its subcommands."""
     start = (
         f"Measure:\n\n    {world.START} bench operators --out FOLDER\n\nDraw:\n\n    overlap-train bench plot FOLDER"
     )
-    top = Parser(prog="overlap-train bench", description=start)
-    commands: Any = top.add_subparsers(dest="command", required=True, metavar="|".join((*BENCHES, "plot")))
-    for name, settings in BENCHES.items():
-        add_options(commands.add_parser(name, help=settings.__doc__), settings)
+    parser = Parser(prog="overlap-train bench", description=start)
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="|".join((*BENCHES, "plot")))
+    for name, options in BENCHES.items():
+        add_options(commands.add_parser(name, help=options.__doc__), options)
     plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
     plot.add_argument("folder", type=Path)
-    return top
+    args = parser.parse_args(arguments)
+    if args.command == "plot":
+        print(*bars.draw(args.folder), sep="\n")
+        return 0
+    told = from_args(BENCHES[args.command](), args)
+    return record(told) if isinstance(told, Timeline) else benchmark(args.command, told)
 
 
 def record(told: Timeline) -> int:
@@ -229,24 +195,41 @@ def record(told: Timeline) -> int:
 
 def benchmark(name: str, bench: Bench) -> int:
     """Join the ranks, measure, write and print. name: the subcommand."""
-    if bench.connections:
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(bench.connections)  # read when CUDA starts, which is below
+    if name == "layers":
+        os.environ.setdefault(
+            "CUDA_DEVICE_MAX_CONNECTIONS", "1"
+        )  # as Megatron-Core needs; read when CUDA starts, below
     if bench.node_ranks:
         world.pretend_nodes(bench.node_ranks)
     here = world.join(f"{world.START} bench {name}")
     if here.device.type == "cpu" and not bench.tiny:
         here.say(SLOW)
     world.heat(here.device)
-    failed = [measure(bench, file, here) for file in bench.files]
+    settings = settings_of(bench, here.device)
+    files = ["layers" if what == "blocks" else what for what in getattr(bench, "what", bench.files)]
+    failed = [measure(bench, file, settings, here) for file in files]
     shutdown()  # not after an error: it needs all ranks
     dist.destroy_process_group()
     return 1 if any(failed) else 0
 
 
-def measure(bench: Bench, file: str, here: world.World) -> bool:
+def settings_of(bench: Bench, device: torch.device) -> Settings:
+    """Raises ValueError for a method that cannot run on the device."""
+    fits = [method for method in ("fused", "direct") if not bench.node_ranks or Method(method).crosses]
+    methods = bench.methods or (*(fits if device.type == "cuda" else ()), "chunked", "collective")
+    refuse_kernels_on_cpus(bench.methods, device)
+    # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
+    config = OverlapConfig(
+        provider=bench.provider, symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=bench.node_ranks,
+        tuning_dir=bench.tuning_dir, network=bench.network,
+    )  # fmt: skip
+    return Settings(methods, torch.float32 if bench.tiny else torch.bfloat16, bench.quick, config, bench.rounds)
+
+
+def measure(bench: Bench, file: str, settings: Settings, here: world.World) -> bool:
     """Measure, write and print one of the files; returns whether one of our methods failed or was wrong."""
     began, path = time.monotonic(), Path(bench.out, f"{file}.json") if bench.out and here.rank == 0 else None
-    session = Session(bench.settings(here.device), here, Results(path, hardware(here.device, here.size)))
+    session = Session(settings, here, Results(path, hardware(here.device, here.size)))
     session.results.add([])  # a folder that cannot be written is said before minutes of measuring
     with torch.set_grad_enabled(file == "layers"):  # operators are single passes, of which autograd knows nothing
         for contest in bench.contests(file, session):

@@ -23,21 +23,20 @@ import torch.distributed as dist
 
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
-from ...select import table
 from ..measure.cases import LAYERS, check_divisible
 from ..measure.check import check, product_reference, scatter_reference
-from ..measure.results import Row
 from ..measure.runs import Inputs, Run, Session
 from ..measure.world import World
 from . import transformer_engine
 from .async_tp import AsyncColumn, AsyncRow
-from .turns import AUTO, Contest, Way, Ways
+from .turns import Contest, Way, Ways
 
+Tensors = Sequence[torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
 Linear = Callable[[torch.Tensor], torch.Tensor]
 Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of the data
 NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
-TUNED = "tuned"
+COLUMNS = ("megatron", "async_tp", "te", "gemms", "te_userbuffers")
 MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
 
 # (layer, sequence): the rows of the table of goals first
@@ -84,9 +83,6 @@ class Data:
         return cls(x.requires_grad_(), torch.nn.Parameter(w1), dy, h.requires_grad_(), torch.nn.Parameter(w2), dz)
 
 
-Tensors = Sequence[torch.Tensor]
-
-
 def gradients(outputs: Tensors, leaves: Tensors, given: Tensors) -> Outcome:
     """The outputs and the gradients of the leaves, from those of the outputs. In this thread: training wakes autograd's own
     thread, which takes 0.3 ms, once a step and not once a layer."""
@@ -105,80 +101,50 @@ def forward_backward(make: Maker) -> Run:
     return run
 
 
-def six_gemms_alone(world: World) -> Run:
-    """A layer's six GEMMs without communication, on data in place; z and dx are this rank's partial sums."""
-    wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
-
-    @torch.no_grad()
-    def run(data: Data) -> Outcome:
-        whole_x, whole_dz = wholes(data)
-        y, z = whole_x @ data.w1.t(), data.h @ data.w2.t()
-        dh, dw2 = whole_dz @ data.w2, whole_dz.t() @ data.h
-        dx, dw1 = data.dy @ data.w1, data.dy.t() @ whole_x
-        return y, z, dx, dw1, dh, dw2
-
-    return run
+@torch.no_grad()
+def products(data: Data, whole_x: Any, whole_dz: Any, mm: Callable[..., Any], summed: Callable[..., Any]) -> list[Any]:
+    """The six products of a layer in the order of NAMES. summed: of those that are partial sums."""
+    return [
+        mm(whole_x, data.w1.t()),
+        summed(data.h, data.w2.t()),
+        summed(data.dy, data.w1),
+        mm(data.dy.t(), whole_x),
+        mm(whole_dz, data.w2),
+        mm(whole_dz.t(), data.h),
+    ]
 
 
 @torch.no_grad()
-def inputs_of(layer: str, sequence: int, session: Session) -> Inputs:
-    """One layer's data, other data, and the check of its results. Collective."""
-    world = session.world
+def contest_of(layer: str, sequence: int, makers: Mapping[str, Maker], session: Session) -> Contest:
+    """All methods and baselines of one layer. Collective."""
+    world, methods = session.world, session.settings.methods
     data, decoy = (Data.make(layer, sequence, world, session.settings.dtype, seed) for seed in (0, 99))
-    whole_x, whole_dz = world.gather(data.x), world.gather(data.dz)
-    references = (
-        product_reference(whole_x, data.w1.t()),
-        scatter_reference(data.h, data.w2.t(), world),
-        scatter_reference(data.dy, data.w1, world),
-        product_reference(data.dy.t(), whole_x),
-        product_reference(whole_dz, data.w2),
-        product_reference(whole_dz.t(), data.h),
-    )
+    wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
+    references = products(data, *wholes(data), product_reference, partial(scatter_reference, world=world))
 
     def check_all(name: str, outcome: Outcome) -> None:
         for part, result, reference in zip(NAMES, outcome, references, strict=True):
             check(f"{name}: {part}", result, reference)
 
-    return Inputs([data], decoy, check_all)
+    ways = {name: Way(forward_backward(make), name if name in methods else "") for name, make in makers.items()}
+    ways["gemms"] = Way(lambda data: products(data, *wholes(data), torch.mm, torch.mm))  # without communication
+    head = {"layer": layer, "world": world.size, "seq": sequence}
+    flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
+    te, inputs = partial(te_ways, layer, sequence, session), Inputs([data], decoy, check_all)
+    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways, COLUMNS, te, graph=True)
 
 
-def contests(layers: Sequence[tuple[str, int]], session: Session, tuned: str = "") -> Iterator[Contest]:
-    """Every layer, one after the other. tuned: a folder of winners, by which `auto` is measured once more. Collective.
-
-    Raises:
-        ValueError: on every rank, if rank 0 finds no winners there.
-    """
+def contests(layers: Sequence[tuple[str, int]], session: Session) -> Iterator[Contest]:
+    """Every layer, one after the other. Collective."""
     world, settings = session.world, session.settings
     makers: dict[str, Maker] = {
         method: partial(overlapped, replace(settings.config, method=method), world.group) for method in settings.methods
     }
-    if tuned:
-        refuse_without_winners(tuned, world)
-        by_winners = replace(settings.config, method=AUTO, tuning_dir=tuned)
-        makers[TUNED] = partial(overlapped, by_winners, dist.new_group())  # all calls of a group go by one table
     makers |= {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world)}
     elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
     session.domain([elements * settings.dtype.itemsize])
     for layer, sequence in layers:
         yield contest_of(layer, sequence, makers, session)
-
-
-def contest_of(layer: str, sequence: int, makers: Mapping[str, Maker], session: Session) -> Contest:
-    """All methods and baselines of one layer, and its rows in layers.json."""
-    world, methods = session.world, session.settings.methods
-    ways = {name: Way(forward_backward(make), name if name in methods else "") for name, make in makers.items()}
-    ways["gemms"] = Way(six_gemms_alone(world))
-    head = {"layer": layer, "world": world.size, "seq": sequence}
-    te, inputs = partial(te_ways, layer, sequence, session), inputs_of(layer, sequence, session)
-    flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
-    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways, row, te, graph=True)
-
-
-def row(ms: Mapping[str, float]) -> Row:
-    """What each row of layers.json says of the baselines."""
-    names = (TUNED, "megatron", "async_tp", "te", "gemms")
-    userbuffers = [ms[name] for name in transformer_engine.USERBUFFERS if name in ms]
-    return {f"{name}_ms": ms.get(name) for name in names} | {"te_userbuffers_ms": min(userbuffers, default=None)}
 
 
 @contextmanager
@@ -193,19 +159,8 @@ def te_ways(layer: str, sequence: int, session: Session, te: Any) -> Iterator[Wa
 
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> tuple[Linear, Linear]:
-    """A layer's column and row linear by one of our methods."""
     told: Any = {"group": group, "config": config}
     return lambda x: all_gather_linear(x, data.w1, **told), lambda h: linear_reduce_scatter(h, data.w2, **told)
-
-
-def refuse_without_winners(folder: str, world: World) -> None:
-    """Raises ValueError on every rank if rank 0 finds none. Collective."""
-    has_none = world.rank == 0 and not table.read(folder, table.key_of(world.device, world.size)).winners
-    if world.any(has_none):
-        raise ValueError(
-            f"--tuned {folder}: rank 0 finds no winners there of this GPU, {world.size} ranks and these versions; run "
-            f"overlap-train tune --tuning-dir {folder} first"
-        )
 
 
 def async_tp(world: World, data: Data) -> tuple[Linear, Linear]:

@@ -14,7 +14,7 @@ gets has a domain of the same ranks, with a process group of its own. Beside our
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from ...select.method import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, OPERATORS, OPS, WEIGHTS, Case, cases_of, weight_of
 from ..measure.models import MODELS
-from ..measure.results import Row
 from ..measure.runs import Inputs, Operands, Run, Session, inputs_of, overlapped, side_by_side
 from ..measure.timing import Call
 from ..measure.world import World, pretends
@@ -131,8 +130,8 @@ def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int]
     own = session.domain(received)
     if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
         session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
-    others = [session.beside(dist.new_group(), network_sms=sms) for sms in network_sms if sms != sms_of(own)]
-    domains = [own, *(other.domain(received) for other in others)]
+    others = [sms for sms in network_sms if sms != sms_of(own)]
+    domains = [own, *(session.domain(received, dist.new_group(), network_sms=sms) for sms in others)]
     groups = TwoSteps.of(own.topology, session.world)
     for case in cases:
         inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
@@ -153,7 +152,7 @@ def _slot_bytes(case: Case, session: Session) -> int:
 def contest_of(
     case: Case, inputs: Inputs, domains: Sequence[OverlapDomain], groups: TwoSteps | None, session: Session
 ) -> Contest:
-    """All methods and baselines of one pass, and its rows in operators.json. domains: the group's own one first."""
+    """All methods and baselines of one pass. domains: the group's own one first."""
     world, dtype, own = session.world, str(session.settings.dtype).removeprefix("torch."), domains[0]
     ways = {name: way for domain in domains for name, way in ours(case, inputs, domain, own, session).items()}
     baselines = baselines_of(case, world, (*inputs.sets, inputs.decoy), groups)
@@ -161,14 +160,9 @@ def contest_of(
         baselines.pop("async_tp", None)
     names = ["sequence", "async_tp", "gemm", "comm"]
     names += ["three_gemms"] * case.kind.exchanges + ["by_nodes"] * bool(groups)
-
-    def row(ms: Mapping[str, float]) -> Row:
-        bound = ms["sequence"] / max(ms["gemm"], ms["comm"])
-        return {f"{name}_ms": ms.get(name) for name in names} | {"bound": bound}
-
     head = {"op": case.op, "pass": case.pass_, "m": case.m, "n": case.n, "k": case.k, "dtype": dtype}
     ways |= {name: Way(run) for name, run in baselines.items()}
-    return Contest(case.name, head | {"world": world.size}, case.flops(world.size), inputs, ways, row)
+    return Contest(case.name, head | {"world": world.size}, case.flops(world.size), inputs, ways, tuple(names))
 
 
 def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, session: Session) -> Ways:
@@ -218,7 +212,7 @@ def baselines_of(case: Case, world: World, sets: Sequence[Operands], groups: Two
         found["comm"] = lambda o: world.exchange(o.left)
     else:
         blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
-        found |= {"comm": lambda o: world.exchange(blocks), "three_gemms": three_gemms(case, world, sets)}
+        found |= {"comm": lambda o: world.exchange(blocks), "three_gemms": three_gemms(world, sets)}
     if groups is not None:
         found["by_nodes"] = one_after_the_other(kind, groups, buffer)
     gemm: Run = (lambda o: o.whole @ o.right) if kind.receives else (lambda o: o.left @ o.right)
@@ -241,9 +235,9 @@ def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:
     return y.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous().flatten(0, 1)
 
 
-def three_gemms(case: Case, world: World, sets: Sequence[Operands]) -> Run:
+def three_gemms(world: World, sets: Sequence[Operands]) -> Run:
     """y [M, F/W] = this rank's columns of what all ranks' left @ right give, as q, k and v."""
-    weights = {id(o): three_weights(case, o.right, world.size) for o in sets}  # cut before anything is timed
+    weights = {id(o): three_weights(o.right, world.size) for o in sets}  # cut before anything is timed
 
     def run(o: Operands) -> tuple[torch.Tensor, ...]:
         parts, works = [], []
@@ -258,18 +252,12 @@ def three_gemms(case: Case, world: World, sets: Sequence[Operands]) -> Run:
     return run
 
 
-def three_weights(case: Case, right: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """right [K, F] as the weights of q, k and v, [K, a part of F] each, contiguous as in a model with three parameters.
+def three_weights(right: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """right [K, F] as three weights [K, a third of F], contiguous as in a model with three parameters.
 
-    Each rank's columns are cut as the model's heads are in a QKV projection, equally elsewhere: Table 6 has one of three equal
-    projections, and in an output projection's gradient nothing is q. Cuts are at whole heads of 128, where there are so many
-    columns: 683 of 4096 would leave cuBLAS only kernels without TMA, as rows would not begin at 16 bytes.
+    Cuts are at whole heads of 128 where there are so many columns: rows that begin between 16 bytes keep cuBLAS from TMA.
     """
-    rows, model = (
-        right.t().unflatten(0, (ranks, -1)),
-        MODELS.get(case.model) if OPERATORS[case.op].splits_columns else None,
-    )
-    part = model.num_query_groups / (model.num_attention_heads + 2 * model.num_query_groups) if model else 1 / 3
+    rows = right.t().unflatten(0, (ranks, -1))
     head = 128 if rows.shape[1] >= 6 * 128 else 1
-    k = max(1, round(rows.shape[1] * part / head)) * head
-    return [cut.flatten(0, 1).t() for cut in rows.split((rows.shape[1] - 2 * k, k, k), dim=1)]
+    third = max(1, round(rows.shape[1] / 3 / head)) * head
+    return [cut.flatten(0, 1).t() for cut in rows.split((rows.shape[1] - 2 * third, third, third), dim=1)]

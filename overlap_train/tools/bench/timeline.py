@@ -83,9 +83,8 @@ def _ulysses(here: World) -> Calls:
 
 
 def _profile(call: Callable[[], Any]) -> list[Span]:
-    """Everything on the device in three back-to-back calls after warm-up, each behind a marker: name, stream, start and end in
-    microseconds, in the order of starts. The device starts 20 ms later than the host, so that launches do not show: of three
-    calls of a Ulysses block a slow host had the last one enqueued later than 2 ms after the first."""
+    """Everything on the device in three back-to-back calls after warm-up, each behind a marker, in the order of starts. The
+    device starts 20 ms later than the host, so that launches do not show."""
     from torch.profiler import ProfilerActivity, profile
 
     marker = torch.zeros(1, dtype=torch.int16, device="cuda")  # its kernels separate the calls on the compute stream

@@ -5,11 +5,8 @@
     te_ring     userbuffers with every scatter by ring exchange, too
     te_alone    its attention of this rank's heads and all rows, without exchanges
 
-Ours are measured and saved first. Then all take turns once more, with it among them (turns.py).
-
-A process has one set of userbuffers, of one shape [s, hidden]. The set has a communicator for each product of a transformer, by
-name, and each can be told how to work. So one set has both configurations: linears called fc1 and fc2 run by default, qkv and
-proj by ring exchange.
+A process has one set of userbuffers, of one shape [s, hidden], with a communicator for each product of a transformer. So one set
+has both configurations: linears called fc1 and fc2 run by default, qkv and proj by ring exchange.
 """
 
 from __future__ import annotations
@@ -73,11 +70,8 @@ def _module() -> Any:
 
 @contextmanager
 def limited(without_s: float) -> Iterator[None]:
-    """End this process where the work within takes too long, with the stack of each thread; torchrun then ends the other ranks.
-
-    An exception would not do: userbuffers wait in C++, for a rank that may have failed. Rows of before are saved by then.
-    without_s: what the same timing took without it.
-    """
+    """End this process where the work within takes too long, as userbuffers wait in C++; torchrun then ends the other ranks.
+    without_s: what the same timing took without it."""
     faulthandler.dump_traceback_later(LIMIT_S + 3 * without_s, exit=True, file=2)
     try:
         yield
@@ -89,12 +83,9 @@ def limited(without_s: float) -> Iterator[None]:
 def userbuffers(
     te: Any, sequence: int, features: tuple[int, int], world: World, dtype: torch.dtype
 ) -> Iterator[str | None]:
-    """Buffers for one layer, given back at the end; yields what went wrong, or None. Collective.
-
-    All GPUs must be idle before buffers go, and all ranks must have let go before others are made: peers map them.
-    """
-    problem = world.attempt(partial(_initialise, te, sequence, features, world.size, dtype))
-    yield problem
+    """Buffers for one layer, given back at the end; yields what went wrong, or None. GPUs are idle when buffers go, as peers map
+    them. Collective."""
+    yield world.attempt(partial(_initialise, te, sequence, features, world.size, dtype))
     gc.collect()  # whoever outlives the others would close the communicator of the next layer
     _idle(world)
     te.destroy_ub()
@@ -133,14 +124,8 @@ def linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear
 
 def attention(te: Any, heads: AttentionHeads, world: World | None = None) -> Any:
     """Causal attention of q, k, v [s, b, heads, dim]; with `world` it exchanges what each rank has of the sequence, a zigzag."""
-    made = te.DotProductAttention(
-        heads.query,
-        heads.dim,
-        num_gqa_groups=heads.kv,
-        attention_dropout=0.0,
-        qkv_format="sbhd",
-        attn_mask_type="causal",
-    )
+    told: Flags = dict(attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal")
+    made = te.DotProductAttention(heads.query, heads.dim, num_gqa_groups=heads.kv, **told)
     if world is not None:
         stream = torch.cuda.Stream() if world.device.type == "cuda" else None  # where it reorders what has arrived
         made.set_context_parallel_group(world.group, dist.get_process_group_ranks(world.group), stream, "a2a")

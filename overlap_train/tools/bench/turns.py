@@ -3,9 +3,8 @@ ours has a row."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +42,8 @@ Ways = dict[str, Way]
 class Contest:
     """One case with all that do its work.
 
-    title: in notes. head: what names it in the record. flops: of one rank. row: from the milliseconds of all that ran, by name,
-    to what each row says of the baselines. te: what makes TransformerEngine's, if it has the work. graph: with `auto` captured.
+    title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row. te: what makes
+    TransformerEngine's ways, if it has the work. graph: with `auto` captured.
     """
 
     title: str
@@ -52,7 +51,7 @@ class Contest:
     flops: float
     inputs: Inputs
     ways: Ways
-    row: Callable[[Mapping[str, float]], Row]
+    columns: tuple[str, ...]
     te: Callable[[Any], AbstractContextManager[Ways]] | None = None
     graph: bool = False
 
@@ -64,7 +63,12 @@ def run(contest: Contest, session: Session) -> None:
     if not calls.keys() >= NEEDED & ways.keys():
         return
     if contest.graph and AUTO in calls and session.world.device.type == "cuda":
-        add_graph(contest, ways, calls, session)
+        replay, problem = session.world.result_of(partial(captured, calls[AUTO], session.world))
+        if replay is None or problem is not None:  # replays where it worked would wait for the other ranks
+            note(f"{contest.title}: {GRAPH}: {problem}", session, failure=True)
+        else:
+            ways[GRAPH] = Way(replay, GRAPH)
+            calls |= correct(contest, {GRAPH: ways[GRAPH]}, session)
     began = time.monotonic()
     rows = take_turns(contest, ways, calls, session)
     session.results.add(rows)
@@ -100,7 +104,12 @@ def note(text: str, session: Session, failure: bool) -> None:
 def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session: Session) -> list[Row]:
     """Time all calls; a row for each method of ours."""
     timings = session.time(calls, contest.flops)
-    baselines = contest.row({name: timing.ms for name, timing in timings.items()})
+    ms: dict[str, float | None] = {name: timing.ms for name, timing in timings.items()}
+    userbuffers = [timings[name].ms for name in transformer_engine.USERBUFFERS if name in timings]
+    ms["te_userbuffers"] = min(userbuffers, default=None)
+    baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
+    if "comm" in timings:
+        baselines["bound"] = timings["sequence"].ms / max(timings["gemm"].ms, timings["comm"].ms)
     ours = {name: way for name, way in ways.items() if way.method and name in timings}
     session.world.say(f"{contest.title}: " + ", ".join(f"{name} {timings[name].ms:.3f} ms" for name in ours))
     return [
@@ -112,18 +121,8 @@ def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session:
     ]
 
 
-def add_graph(contest: Contest, ways: Ways, calls: dict[str, Call], session: Session) -> None:
-    """The call of `auto` once more, as a CUDA graph: what the GPU needs, whatever the host does meanwhile."""
-    replay, problem = session.world.result_of(partial(captured, calls[AUTO], session.world))
-    if replay is None or problem is not None:  # replays where it worked would wait for the other ranks
-        note(f"{contest.title}: {GRAPH}: {problem}", session, failure=True)
-        return
-    ways[GRAPH] = Way(replay, GRAPH)
-    calls |= correct(contest, {GRAPH: ways[GRAPH]}, session)
-
-
 def captured(call: Call, world: World) -> Run:
-    """A call that has run before as a CUDA graph; its replays return what it returned."""
+    """A call that has run before as a CUDA graph, so that the host does not count; its replays return what it returned."""
     call(0)
     graph = torch.cuda.CUDAGraph()
     # thread_local: NCCL's watchdog asks for events in a thread of its own, which a capture need not forbid.
@@ -147,7 +146,6 @@ RATIOS = {  # heading: what is divided by what
     "vs TE userbuffers": ("te_userbuffers_ms", "ms"),
     "over GEMMs": ("ms", "gemms_ms"),
     "over no exchange": ("ms", "alone_ms"),
-    "over tuned": ("ms", "tuned_ms"),
 }
 
 
@@ -159,25 +157,11 @@ def shown(row: Row) -> Row:
     return held | {heading: above / below for heading, (above, below) in pairs.items() if above and below}
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """A line for each method and pass of operators: the lowest part of the bound that was reached, and the geometric mean."""
-    groups: dict[str, list[float]] = {}
-    for row in (row for row in rows if "bound" in row):
-        beside = "" if row.get("network_sms") == row.get("probe_sms") else f", {row['network_sms']} SMs"
-        groups.setdefault(f"{row['method']}{beside} {row['pass']}", []).append(row["speed-up/bound"])
-    return [
-        f"{name}: speed-up/bound lowest {min(parts):.3f}, geometric mean {statistics.geometric_mean(parts):.3f} "
-        f"over {len(parts)} shapes"
-        for name, parts in groups.items()
-    ]
-
-
 def report(results: Results, world: World) -> None:
     """Write the Markdown beside the JSON and print the table, without columns that are empty; on rank 0."""
     if world.rank == 0:
         rows = [shown(row) for row in results.rows]
         columns = plain({key: key for row in rows for key, value in row.items() if value is not None})
-        parts = (rows, results.notes, columns, summary(rows))
         if results.path is not None:
-            results.path.with_suffix(".md").write_text(markdown(*parts))
-        print(screen(*parts), flush=True)
+            results.path.with_suffix(".md").write_text(markdown(rows, results.notes, columns))
+        print(screen(rows, results.notes, columns), flush=True)

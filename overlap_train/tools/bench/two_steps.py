@@ -14,8 +14,7 @@ from ..measure.world import World
 
 @dataclass(frozen=True)
 class TwoSteps:
-    """World's collectives. size: of all ranks. inside: the ranks of this node. across: this rank and its rail peers, node by
-    node."""
+    """World's collectives. inside: the ranks of this node. across: this rank and its rail peers, node by node."""
 
     size: int
     inside: World
@@ -38,21 +37,18 @@ class TwoSteps:
         )
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """First between rail peers, then inside the node."""
         of_twins = self.across.gather(shard).split(len(shard))
         for of_node, own in zip(whole.chunk(self.across.size), of_twins, strict=True):
             self.inside.gather(own, of_node)
         return whole
 
     def scatter(self, partial: torch.Tensor) -> torch.Tensor:
-        """First inside the node, then between rail peers."""
         sums = partial.new_empty(len(partial) // self.inside.size, partial.shape[1])
         for own, of_node in zip(sums.chunk(self.across.size), partial.chunk(self.across.size), strict=True):
             self.inside.scatter(of_node, own)
         return self.across.scatter(sums)
 
     def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
-        """First between rail peers, each of which gets what this rank has for the ranks of its node."""
         arrived = self.across.exchange(blocks.contiguous()).unflatten(0, (self.across.size, self.inside.size, -1))
         received = self.inside.exchange(arrived.transpose(0, 1).contiguous())
         return received.transpose(0, 1).flatten(0, 2)

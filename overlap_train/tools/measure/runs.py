@@ -1,4 +1,4 @@
-"""What is measured as calls: checked first, then run on rotating inputs, in turns. Benchmark and tuner measure by these.
+"""What is measured as calls: checked first, then run on rotating inputs, in turns.
 
 W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has its matrices in the layout of training:
 
@@ -46,14 +46,13 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 @dataclass(frozen=True)
 class Settings:
     """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds; rounds, burst_ms: how many, and how long a burst in them is, if not as usual."""
+    rounds; rounds: how many, if not as usual."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
     rounds: int | None = None
-    burst_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,24 +63,19 @@ class Session:
     world: World
     results: Results
 
-    def domain(self, received: Sequence[int]) -> OverlapDomain:
+    def domain(self, received: Sequence[int], group: Any = None, **changed: Any) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
-        once. Collective."""
-        domain = domain_of(self.world.group, self.settings.config, self.world.device)
+        once. group: another one of the same ranks, with other settings of OverlapConfig. Collective."""
+        domain = domain_of(group or self.world.group, replace(self.settings.config, **changed), self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
         largest, flagged = max(received), max(words, default=0)
         request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
         prepare(domain, request, None, "overlap_train.tools")
         return domain
 
-    def beside(self, group: Any, **changed: Any) -> Session:
-        """The same in another process group of the same ranks, with other settings of OverlapConfig."""
-        settings = replace(self.settings, config=replace(self.settings.config, **changed))
-        return replace(self, settings=settings, world=replace(self.world, group=group))
-
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        turns = pace(flops, self.settings.quick, self.settings.rounds, self.settings.burst_ms)
+        turns = pace(flops, self.settings.quick, self.settings.rounds)
         return measure(calls, turns, self.world.group, self.world.device)
 
 
@@ -182,7 +176,6 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
 
 
 def tag_of(case: Case, choice: Choice) -> Tag:
-    """What peers know the call by."""
     return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.how}")
 
 

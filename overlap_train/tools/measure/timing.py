@@ -37,18 +37,14 @@ class Timing:
     host_us: float
 
 
-def pace(flops: float, quick: bool = False, rounds: int | None = None, burst_ms: float | None = None) -> Pace:
+def pace(flops: float, quick: bool = False, rounds: int | None = None) -> Pace:
     """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer.
 
-    We suppose that a GPU at its power limit changes its clock more slowly than such bursts take turns. Then all calls share one
-    clock, and one that takes more power than others does not look slower (benchmarks/notes.md).
-
-    rounds: how many; by default 5, with `quick` 3. burst_ms: how long a burst is, with as many runs as it takes.
+    We suppose that a GPU at its power limit changes its clock more slowly than such bursts take turns: then all calls share one
+    clock (benchmarks/notes.md). rounds: how many; by default 5, with `quick` 3.
     """
-    runs_per_ms = 1e9 * H200.sustained_tflops / flops  # about
-    burst = min(16, max(3, round(4 * runs_per_ms)))
-    usual = Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
-    return Pace(rounds or usual.rounds, max(3, round(burst_ms * runs_per_ms)) if burst_ms else usual.burst)
+    burst = min(16, max(3, round(4e9 * H200.sustained_tflops / flops)))
+    return Pace(rounds or 3, max(2, burst // 2)) if quick else Pace(rounds or 5, burst)
 
 
 def input_sets(nbytes: int) -> int:

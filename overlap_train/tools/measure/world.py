@@ -107,8 +107,7 @@ def first_line(error: BaseException) -> str:
 def join(start: str = f"{START} ...", may_be_alone: bool = False, minutes: float = 3) -> World:
     """Start torch.distributed as torchrun says: NCCL on GPUs, gloo on the CPU.
 
-    start: the command that an error names. may_be_alone: without torchrun, this process is a world of one. minutes: how long
-    collectives may take.
+    start: the command that an error names. may_be_alone: without torchrun, a world of one. minutes: how long collectives take.
 
     Raises:
         ValueError: not started by torchrun, or more ranks than GPUs.

@@ -1,7 +1,4 @@
-"""The look of all pictures: one colour a thing, one width, one header. matplotlib is the optional extra `plot`.
-
-A picture is 9 inches wide and a page shows it about 900 pixels wide, so a type of 9 points is 12 pixels high there.
-"""
+"""The look of all pictures: one colour a thing, one width, one header. matplotlib is the optional extra `plot`."""
 
 from __future__ import annotations
 
@@ -71,7 +68,6 @@ LOOKS = {
 
 
 def plain(name: str) -> str:
-    """The name of a variant without what says that it is a CUDA graph or was trained again."""
     return name.removesuffix(AGAIN).removesuffix(GRAPH)
 
 
@@ -82,7 +78,7 @@ def look_of(name: str) -> Look:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The names as every picture has them: in the order of LOOKS, a CUDA graph after the same without one."""
+    """In the order of LOOKS, a CUDA graph after the same without one."""
     places = list(LOOKS)
     return sorted(names, key=lambda name: (places.index(plain(name)), len(name)))
 
@@ -105,15 +101,10 @@ def load() -> Any:
 
 
 def canvas(
-    count: int,
-    columns: int,
-    row_height: float,
-    header: tuple[str, ...],
-    names: tuple[str, ...] = (),
-    **subplots: Any,
+    count: int, columns: int, row_height: float, header: tuple[str, ...], names: tuple[str, ...], **subplots: Any
 ) -> tuple[Any, Any]:
-    """A figure and its grid of `count` panels, `row_height` inches high, under the header, a title and lines that say what is
-    better, and a legend that explains `names`. subplots: passed on to matplotlib's function of this name."""
+    """A figure and its grid of `count` panels, `row_height` inches high, under the header and a legend that explains `names`.
+    subplots: passed on to matplotlib."""
     pyplot, rows = load(), -(-count // columns)
     above = (len(header) + -(-len(names) // LEGEND_COLUMNS)) * HEADER_LINE + 0.2
     height = above + rows * row_height

@@ -14,15 +14,11 @@ from .style import SMALL, canvas, in_order, look_of, outline, save
 
 Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind where it is known
 Interval = tuple[float, float]  # start and end
-Unit = tuple[float, str, int]  # microseconds, its name, digits after the point
 
 MARKER = "fillfunctor"  # the kernel between two calls
 OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
 COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
 STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels of `direct` that store at the peers
-LONG = 5000.0  # microseconds: where a call takes longer, its picture is in milliseconds
-
-
 # What a picture has above each other, from below. Across nodes waits are in none.
 LANES: tuple[str, ...] = ("communication", "kernels")
 STAGES = ("network", "sums", "inside nodes", "products")
@@ -97,20 +93,14 @@ def perfect(spans: Sequence[Span]) -> float:
     return max(total(union(spans, kinds)) for kinds in (COMPUTATION, COMMUNICATION))
 
 
-def length_of(spans: Sequence[Span]) -> float:
-    """How long a call took, in microseconds."""
-    return max((span["end"] for span in spans), default=0.0)
-
-
 def draw(recording: dict[str, Any], path: Path) -> Path:
     """The last recorded call of each method; of linears the column linear's on the left, the row linear's on the right."""
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
-    hierarchical, everything, lanes = "nodes" in recording["shape"], [s for some in calls.values() for s in some], LANES
+    hierarchical, lanes = "nodes" in recording["shape"], LANES
     if hierarchical:
-        used = {lane_of(span, STAGES) for span in everything}
+        used = {lane_of(span, STAGES) for spans in calls.values() for span in spans}
         lanes = tuple(lane for lane in STAGES if lane in used)  # a node of one rank adds nothing
-    unit = (1000.0, "ms", 2) if length_of(everything) >= LONG else (1.0, "µs", 0)  # one: a reader compares panels
     explained = ("gemm", "compute", "hidden", "exposed", "inside", "bound")
     count, height = len(methods) * len(operators), 0.55 + 0.25 * len(lanes)
     figure, grid = canvas(count, len(operators), height, _header(recording), explained, sharex=True)
@@ -120,23 +110,21 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
                 axes.set_axis_off()
                 continue
             storing = STORING if method == "direct" and not hierarchical else ()
-            _draw_lanes(axes, f"{operator} by {method}:", calls[operator, method], storing, unit, lanes)
+            _draw_lanes(axes, f"{operator} by {method}:", calls[operator, method], storing, lanes)
             if one_after_the_other := calls.get((operator, "collective")):
                 axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
     for axes in grid.flat:
         axes.set_yticks([height + 0.4 for height in range(len(lanes))], lanes)
         axes.tick_params(left=False, labelleft=axes in grid[:, 0])
     for axes in grid[-1]:
-        axes.set_xlabel(unit[1])
-        axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / unit[0]:g}")
+        axes.set_xlabel("ms")
+        axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / 1000:g}")
     return save(figure, path)
 
 
-def _draw_lanes(
-    axes: Any, title: str, spans: Sequence[Span], storing: tuple[str, ...], unit: Unit, lanes: Sequence[str]
-) -> None:
+def _draw_lanes(axes: Any, title: str, spans: Sequence[Span], storing: tuple[str, ...], lanes: Sequence[str]) -> None:
     """Lane above lane; the title says how long it took and how much of that was exposed. storing: kernels with an outline."""
-    bare, length = exposed(spans), length_of(spans)
+    bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
     for height, lane in enumerate(lanes):
         here = [span for span in spans if lane_of(span, lanes) == lane]
         sent = union(here, COMMUNICATION)
@@ -148,9 +136,7 @@ def _draw_lanes(
             axes.broken_barh(bars, (height, 0.8), color=look_of(name).colour, linewidth=0.4)
     inside = [(s["start"], s["end"] - s["start"]) for s in spans if any(name in s["name"] for name in storing)]
     axes.broken_barh(inside, (0.06, 0.68), **outline())
-    microseconds, sign, digits = unit
-    took, part = (f"{time / microseconds:.{digits}f}" for time in (length, total(bare)))
-    axes.set_title(f"{title} {took} {sign}, {part} exposed", fontsize=SMALL)
+    axes.set_title(f"{title} {length / 1000:.2f} ms, {total(bare) / 1000:.2f} exposed", fontsize=SMALL)
     axes.set_ylim(-0.1, len(lanes) - 0.1)
 
 
