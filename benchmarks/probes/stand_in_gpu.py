@@ -28,6 +28,7 @@ from overlap_train.ops import plan_cache as settled
 from overlap_train.schedule.order import Topology
 from overlap_train.select.system import H200
 from overlap_train.select.table import UNTUNED
+from overlap_train.symmetric.peers import Peers
 
 
 class IdleDriver(CudaDriver):
@@ -82,11 +83,12 @@ class Echo:
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.peers = Peers(dist.HashStore(), self.rank, self.world_size)
 
     def exchange(self, value: Any, what: str, kind: str = "") -> list[Any]:
         return [value] * self.world_size
 
-    def barrier(self, what: str) -> None: ...
+    def barrier(self, what: str, closing: bool = False) -> None: ...
 
     def all_succeed(self, error: str | None, what: str) -> None:
         assert error is None, error

@@ -201,13 +201,13 @@ class Peers:
         try:
             heard, now = self._hear(), time.monotonic()
             for rank, (failure, since) in heard.items():
-                is_final = now - since > _GRACE_S or self._process_of(rank).has_ended()
+                is_final = now - since > _GRACE_S or self._ended(rank) is not None
                 if is_final and self._concerns(failure, rank in awaited, closing):
                     text = f"{what} waits in vain: rank {rank} of {self.called} {failure.text}"
                     return OverlapMismatchError(text) if failure.mismatch else OverlapPeerError(text)
             for rank in awaited:
-                process = self._process_of(rank)
-                if rank not in heard and process.has_ended():
+                process = None if rank in heard else self._ended(rank)
+                if process is not None:
                     text = f"{what} waits in vain: rank {rank} of {self.called} has ended (process {process.number})"
                     return OverlapPeerError(f"{text}; its own log says why")
             return None
@@ -234,7 +234,10 @@ class Peers:
             return failure.operator <= self.begun and failure.operator not in self._raised
         return failure.end == FAILED or is_awaited
 
-    def _process_of(self, rank: int) -> Process:
-        if rank not in self._processes:
-            self._processes[rank] = pickle.loads(self._store.get(f"process/{rank}"))
-        return self._processes[rank]
+    def _ended(self, rank: int) -> Process | None:
+        """The process of a rank, if it has ended. One that has not come yet may still begin."""
+        key = f"process/{rank}"
+        if rank not in self._processes and self._store.check([key]):
+            self._processes[rank] = pickle.loads(self._store.get(key))
+        process = self._processes.get(rank)
+        return process if process is not None and process.has_ended() else None

@@ -85,7 +85,7 @@ def _keeps(rank: int, world: int) -> None:
             case = _case("chunked", gathered_input=gathered_input)
             y = operator(x, w, group=case.group, config=case.config)
             saved, weight = y.grad_fn.saved_tensors  # type: ignore[union-attr]
-            assert saved.shape == (rows, FEATURES) and weight.data_ptr() == w.data_ptr()
+            assert saved.numel() == rows * FEATURES and weight.data_ptr() == w.data_ptr()
             assert (saved.data_ptr() == x.data_ptr()) == (gathered_input == "regather")
             assert not _lies_in_a_slot(saved, case)
 
