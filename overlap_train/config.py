@@ -143,6 +143,11 @@ class OverlapConfig:
         """What all slots of an exchange may take together: never all of symmetric_mib, of which signals take some KiB."""
         return min(self.exchange_mib, max(1, self.symmetric_mib - 1))
 
+    @property
+    def agreed(self) -> OverlapConfig:
+        """These settings without those that are each rank's own."""
+        return replace(self, slots=SLOTS, main_grad="accumulate", on_unsupported="error")
+
     def by(self, method: str) -> OverlapConfig:
         """These settings with another method and without trials (tune_steps=0): a named method leaves nothing to try."""
         return replace(self, method=method, tune_steps=0)

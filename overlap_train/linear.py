@@ -154,7 +154,7 @@ def all_gather_linear(
 
     Args:
         group: the overlap domain; all its ranks make the same calls in the same order.
-        config: method, policies and limits; None: the settings of the group's first call, else the defaults.
+        config: method, policies and limits; None: the defaults, with the provider and the limits of the group's first call.
         name: what errors and profiles call this operator; the same on all ranks, which recognise each other's calls by it.
         on_plan: is called before the call runs, with its plan, which says what runs and why (`plan.fprop.method` and `.reason`,
             `plan.dgrad`), and with the trial in which it takes part (`tune_steps`), or None.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from .. import __version__
 from ..config import flag_name
 from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
 from .domain import OverlapDomain, barrier
@@ -121,12 +122,12 @@ class FirstCall:
     """What one rank says about the first call.
 
     problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
-    in words. name: what its errors call the operator.
+    by name. name: what its errors call the operator.
     """
 
     problem: str | None
     request: Request
-    terms: str
+    terms: dict[str, object]
     name: str
 
 
@@ -163,9 +164,11 @@ def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
             f"shapes and dtype; where they have different numbers of rows, pad them to the largest"
         )
     if theirs.terms != mine.terms:
+        names = [name for name in mine.terms | theirs.terms if mine.terms.get(name) != theirs.terms.get(name)]
+        my, their = (", ".join(f"{name}={terms.get(name)}" for name in names) for terms in (mine.terms, theirs.terms))
         return (
-            f"this rank has {mine.terms}, {whose} has {theirs.terms}; all ranks of a group need the same "
-            f"OverlapConfig, the same trained operands, and nvshmem4py installed on all or none"
+            f"this rank has {my}, {whose} has {their}; all ranks of a group need the same OverlapConfig, trained operands and "
+            f"versions, and nvshmem4py installed on all or none"
         )
     if theirs.name != mine.name:
         return (
@@ -201,7 +204,7 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
             layout = capacity.grown(request, name)
         except ValueError as error:
             problem = str(error)
-    mine = FirstCall(problem, request, f"{terms}; {trains}", name)
+    mine = FirstCall(problem, request, terms | {"gradients": trains}, name)
     agree(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
     if layout is not None:
         _reallocate(domain, layout)
@@ -219,17 +222,19 @@ def capacity_of(domain: OverlapDomain) -> Capacity:
     return Capacity(layout, domain.world_size, *limits, domain.captured, domain.span.staged_blocks)
 
 
-def _terms(domain: OverlapDomain, request: Request) -> tuple[str, str | None]:
-    """(the settings in which all ranks must agree, in words; why this rank cannot have symmetric memory, or None)."""
-    config = domain.config  # exchange_mib: of all calls, because room for longer rows depends on it (room.py)
-    limits = f"symmetric_mib={config.symmetric_mib}, exchange_mib={config.exchange_mib}, timeout_s={config.timeout_s:g}"
-    limits += ", a captured CUDA graph" * domain.captured
+def _terms(domain: OverlapDomain, request: Request) -> tuple[dict[str, object], str | None]:
+    """(what must be equal on all ranks, by name; why this rank cannot have symmetric memory, or None)."""
+    # exchange_mib: of all calls, because room for longer rows depends on it
+    terms: dict[str, object] = {
+        name: getattr(domain.config, name) for name in ("symmetric_mib", "exchange_mib", "timeout_s")
+    }
+    terms |= {"overlap_train": __version__, "torch": torch.__version__, "captured in a CUDA graph": domain.captured}
     if not request.shares_memory:
-        return limits, None
+        return terms, None
     try:
-        return f"provider={domain.span.provider()}, {limits}", None
+        return terms | {"provider": domain.span.provider()}, None
     except ValueError as error:
-        return limits, str(error)
+        return terms, str(error)
 
 
 @torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too

@@ -35,6 +35,22 @@ def other_autocast(x: torch.Tensor) -> torch.dtype | None:
     return None if dtype == x.dtype else dtype
 
 
+def tensor_error(name: str, tensors: dict[str, torch.Tensor | None]) -> str | None:
+    """What is wrong with operands that are no plain tensors, or None. tensors: by name."""
+    if torch._C._are_functorch_transforms_active():
+        return f"{name}: inside a transform of torch.func; operators have no rules for these: use torch.autograd"
+    for what, tensor in tensors.items():
+        kind = type(tensor)
+        if tensor is not None and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            way = (
+                f"pass its shard, {what}.to_local()"
+                if hasattr(tensor, "to_local")
+                else "pass a tensor with memory of its own"
+            )
+            return f"{name}: {what} is a {kind.__name__}, and operators send what lies in memory; {way}"
+    return None
+
+
 def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
 

@@ -256,7 +256,7 @@ class _LinearAllToAll(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         (x_shard_m, w), linear = ctx.saved_tensors, ctx.linear
         dy = RankRows(dy_shard_n.contiguous(), linear.world_size, linear.batch)
-        return *linear.multiplying(w).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
+        return *linear.multiplying(w, ctx).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ class _QkvAllToAll(torch.autograd.Function):
         dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
         if ctx.needs_input_grad[2]:
             dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
-        dx, dw = ctx.linear.multiplying(w).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
+        dx, dw = ctx.linear.multiplying(w, ctx).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
         if dy.bias_gradient is not None:
             dbias = dy.bias_gradient.to(dq.dtype)
         if norm is not None:
@@ -324,7 +324,7 @@ class _ToRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         (*saved, w), places, dx, into, x = ctx.saved_tensors, ctx.places, None, None, None
-        linear = ctx.linear.multiplying(w)
+        linear = ctx.linear.multiplying(w, ctx)
         if ctx.needs_input_grad[0]:
             dx = dy.new_empty(ctx.shape[0] + places.is_padded, *ctx.shape[1:])  # with the row of padding
             into, dx = places.of(dx), dx[: ctx.shape[0]] if places.is_padded else dx

@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from overlap_train import (
     OverlapConfig,
@@ -236,6 +239,45 @@ def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
         assert w.grad is not None
 
 
+def _tensors_that_are_not_plain(rank: int, world: int) -> None:
+    """What one rank passes by mistake all pass: each is refused in a sentence, and nothing of the group is spoilt."""
+    case, x = _case(), torch.ones(4, 8)
+    w = DTensor.from_local(torch.ones(8, 8), init_device_mesh("cpu", (world,)), [Shard(0)])
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return all_gather_linear(x, w, group=case.group, config=case.config)
+
+    with pytest.raises(ValueError, match=r"w_shard_n is a DTensor, .*pass its shard, w_shard_n\.to_local\(\)"):
+        call(x, w)
+    with FakeTensorMode(), pytest.raises(ValueError, match="x_shard_m is a FakeTensor"):
+        call(torch.ones(4, 8), torch.ones(8, 8))
+    with pytest.raises(ValueError, match=r"inside a transform of torch\.func"):
+        torch.func.grad(lambda x: call(x, torch.ones(8, 8)).sum())(x)
+    assert (call(x, w.to_local()) == 8).all()
+
+
+def _any_default_device(rank: int, world: int) -> None:
+    torch.set_default_device("meta")
+    x, w = torch.ones(4, 8, device="cpu", requires_grad=True), torch.ones(8, 8, device="cpu")
+    for method in ("chunked", "collective"):
+        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(method=method)).sum().backward()
+
+
+def _settings_of_one_rank(rank: int, world: int) -> None:
+    """Where a rank puts its weight gradients is its own affair; and settings are those of a call, not of whoever came first."""
+    for method in ("chunked", "collective"):
+        x, w = torch.ones(4, 8), torch.nn.Parameter(torch.ones(8, 8))
+        w.main_grad = torch.zeros(8, 8)
+        for own in ("accumulate", "off" if rank == 0 else "accumulate"):
+            config = OverlapConfig(method=method, timeout_s=5.0, main_grad=own)
+            all_gather_linear(x, w, group=dist.group.WORLD, config=config, name="fc1").sum().backward()
+        assert (w.main_grad == 4 * world * (1 if rank == 0 else 2)).all() and (w.grad is None) == (rank > 0)
+        plans = []
+        all_gather_linear(x, w, group=dist.group.WORLD, on_plan=lambda plan, _: plans.append(plan))  # noqa: B023
+        assert plans[0].config == OverlapConfig(timeout_s=5.0)
+        shutdown()
+
+
 def _results_may_be_written_into(rank: int, world: int) -> None:
     for method in ("chunked", "collective"):
         case = _case(method)
@@ -248,7 +290,8 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
     [
         _after_memory_ran_out, _backward_after_shutdown, _shutdown_in_an_operator, _inference_first, _inference_in_parts,
         _twice_differentiated, _autocast,
-        _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients,
+        _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients, _tensors_that_are_not_plain,
+        _any_default_device, _settings_of_one_rank,
     ],
     ids=lambda body: body.__name__.strip("_"),
 )  # fmt: skip
