@@ -144,9 +144,11 @@ class OverlapConfig:
         return min(self.exchange_mib, max(1, self.symmetric_mib - 1))
 
     @property
-    def agreed(self) -> OverlapConfig:
-        """These settings without those that are each rank's own."""
-        return replace(self, slots=SLOTS, main_grad="accumulate", on_unsupported="error")
+    def agreed(self) -> tuple[object, ...]:
+        """The values of all settings but those that are each rank's own."""
+        return tuple(
+            [value for name, value in vars(self).items() if name not in ("slots", "main_grad", "on_unsupported")]
+        )
 
     def by(self, method: str) -> OverlapConfig:
         """These settings with another method and without trials (tune_steps=0): a named method leaves nothing to try."""

@@ -103,10 +103,9 @@ class _IntoMainGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         weight = ctx.weight
-        accumulated = is_accumulated(ctx.next_functions[0][0])
-        if is_watched(weight) or not accumulated:
-            if accumulated:
-                unmark(weight)
+        node = ctx.next_functions[0][0]
+        if is_watched(weight) or not is_accumulated(node):
+            unmark(weight, node)
             return grad
         weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True

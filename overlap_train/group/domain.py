@@ -70,7 +70,10 @@ class OperatorScope:
             fault.check()
         if not domain.in_use.acquire(False):
             raise _another_thread(self._tag.op)
-        fault.begin()
+        fault.begun += 1
+        if not fault.took_back:
+            fault.took_back = True
+            domain.agreement.peers.go_on()
         try:
             domain.engine.begin()
             if slots:
@@ -128,6 +131,7 @@ class OverlapDomain:
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
         self.fault.agreement, self.agreement.is_idle = self.agreement, self.engine.is_idle
+        self.agreement.peers.begun = lambda: self.fault.begun
 
     @cached_property
     def nodes(self) -> Nodes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from .. import __version__
 from ..config import flag_name
 from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
+from ..symmetric.host import Offer
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 from .slots import SLOTS, Layout, with_room
@@ -122,18 +124,18 @@ class FirstCall:
     """What one rank says about the first call.
 
     problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
-    by name. name: what its errors call the operator.
+    by name. name: what its errors call the operator. offered: memory that peers may map (symmetric/host.py).
     """
 
     problem: str | None
     request: Request
     terms: dict[str, object]
     name: str
+    offered: Any = None
 
 
-def agree(agreement: Agreement, mine: FirstCall, what: str) -> None:
-    """Check that all ranks say the same about the first call, and none has a problem. Collective. what: what they do here, for
-    errors.
+def agree(agreement: Agreement, mine: FirstCall, what: str) -> list[FirstCall]:
+    """What all ranks say about the first call: the same, and none has a problem. Collective. what: what they do here, for errors.
 
     Raises:
         ValueError: they differ, or one has a problem; on every rank that came.
@@ -153,6 +155,7 @@ def agree(agreement: Agreement, mine: FirstCall, what: str) -> None:
         difference = _difference(mine, theirs, f"rank {number} of {agreement.called}")
         if difference is not None:
             raise ValueError(f"{mine.name}: {difference}")
+    return all_ranks
 
 
 def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
@@ -204,10 +207,18 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
             layout = capacity.grown(request, name)
         except ValueError as error:
             problem = str(error)
-    mine = FirstCall(problem, request, terms | {"gradients": trains}, name)
-    agree(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
-    if layout is not None:
-        _reallocate(domain, layout)
+    offer = None if layout is None else domain.span.offer(layout)
+    try:
+        offered = None if offer is None else offer.told
+        mine = FirstCall(problem, request, terms | {"gradients": trains}, name, offered)
+        told = agree(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
+        if offer is not None:
+            offer.all_told = [said.offered for said in told]
+        if layout is not None:
+            _reallocate(domain, layout, offer)
+    finally:
+        if offer is not None:
+            offer.close()
 
 
 def may_hold(domain: OverlapDomain, request: Request) -> bool:
@@ -238,7 +249,7 @@ def _terms(domain: OverlapDomain, request: Request) -> tuple[dict[str, object], 
 
 
 @torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too
-def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
+def _reallocate(domain: OverlapDomain, layout: Layout, offer: Offer | None) -> None:
     """Replace the heap by a larger one, once for each larger shape. Collective.
 
     The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
@@ -248,5 +259,5 @@ def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
         if domain.on_gpu:
             torch.cuda.synchronize(domain.device)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
-    domain.take_memory(*domain.span.new_memory(layout), layout)
+    domain.take_memory(*domain.span.new_memory(layout, offer), layout)
     barrier(domain, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not

@@ -160,6 +160,8 @@ class FaultRecord:
         self._tags: weakref.WeakValueDictionary[int, Tag] = weakref.WeakValueDictionary()
         self.error: OverlapTimeoutError | OverlapMismatchError | None = None
         self.agreement: Agreement | None = None  # with the peers; set by the domain
+        self.begun = 0  # operators of this rank
+        self.took_back = True  # what it has told of an error before an operator had begun
         self._warned = 0  # the word of the last wait of which a warning was given
         self.looks: list[Callable[[], None]] = []  # for faults that no wait finds; called twice a second, by a thread
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
@@ -201,15 +203,10 @@ class FaultRecord:
             peer, chunk = divmod(int(words[FAULT_WORD]), MAX_CHUNKS)
             self.fail(peer, chunk, int(words[FAULT_EXPECTED]), int(words[FAULT_SEEN]))
 
-    def begin(self) -> None:
-        """Another operator of this rank begins."""
-        if self.agreement is not None:
-            self.agreement.peers.begun += 1
-            self.agreement.peers.go_on()
-
     def tell(self, error: BaseException, call: str, begun: bool = True) -> None:
         """Let the peers hear of an error in an operator of this rank. begun: False while ranks are still to agree on it."""
         if self.agreement is not None:
+            self.took_back = begun
             self.agreement.peers.tell(error, call, RAISED if self.error is None else FAILED, begun)
 
     def late(self, peer: int, chunk: int, expected: int, waited: float) -> None:

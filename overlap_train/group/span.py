@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import OverlapConfig
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
+from ..symmetric.host import Offer
 from .slots import Layout
 from .waits import BoundedWaits
 from .workspace import Workspace
@@ -47,10 +48,14 @@ class OneNode:
         domain = self.domain
         return resolve_provider(domain.group, domain.config.provider, domain.device)
 
-    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
+    def offer(self, layout: Layout) -> Offer | None:
+        """Memory that peers may map, told in the agreement on a first call; None: the provider has its own way."""
+        return Offer(layout.nbytes) if self.domain.device.type == "cpu" else None
+
+    def new_memory(self, layout: Layout, offer: Offer | None) -> tuple[SymmetricHeap, Workspace]:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
         domain = self.domain
-        heap = heap_by(self.provider(), domain.agreement, layout.nbytes, domain.device)
+        heap = heap_by(self.provider(), domain.agreement, layout.nbytes, domain.device, offer=offer)
         waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
         return heap, Workspace(heap, layout, domain.device, waits)
 

@@ -200,7 +200,7 @@ def make_plan(
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
-        forward, backward = (choose(config.method, p, device, table, topology.nodes) for p in (first, second))
+        forward, backward = [choose(config.method, p, device, table, topology.nodes) for p in (first, second)]
         pushes_again = sends_again and forward.method != "collective"
         if spec.sends_input and not pushes_again:  # it would collide with nothing
             backward = backward.by(barrier_first=False)

@@ -6,6 +6,7 @@ A check that fails is reported as text instead of raised: the ranks of a group e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ def tensor_error(name: str, tensors: dict[str, torch.Tensor | None]) -> str | No
     if torch._C._are_functorch_transforms_active():
         return f"{name}: inside a transform of torch.func; operators have no rules for these: use torch.autograd"
     for what, tensor in tensors.items():
-        kind = type(tensor)
+        kind: Any = type(tensor)
         if tensor is not None and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             way = (
                 f"pass its shard, {what}.to_local()"

@@ -27,8 +27,10 @@ class WeightGradient:
 
     def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1, node: object = None) -> None:
         self._weight, target = weight, getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
-        self._is_accumulated = node is None or is_accumulated(node)
-        self._target = target if self._is_accumulated and not is_watched(weight) else None
+        self._node = node
+        if target is not None and (is_watched(weight) or not is_accumulated(node)):
+            target = None
+        self._target = target
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 
@@ -45,8 +47,7 @@ class WeightGradient:
     def result(self) -> torch.Tensor | None:
         """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
         if self._target is None:
-            if self._is_accumulated:
-                unmark(self._weight)
+            unmark(self._weight, self._node)
             return None if self._dw is None else self._dw.to(self._weight.dtype)
         if self._dw is not None:
             self._target.add_(self._dw)
@@ -62,14 +63,17 @@ def is_watched(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def unmark(weight: torch.Tensor) -> None:
-    """Let data parallelism add what autograd returns for a weight, also after a call of the same step that has added its own."""
-    if getattr(weight, "grad_added_to_main_grad", False):
+def unmark(weight: torch.Tensor, node: object) -> None:
+    """Let data parallelism add what autograd returns for a weight, also after a call of the same step that has added its own.
+    node: see WeightGradient."""
+    if getattr(weight, "grad_added_to_main_grad", False) and is_accumulated(node):
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
 def is_accumulated(node: object) -> bool:
     """Whether backward adds to the gradient of a weight, whose node of autograd this is; False: torch.autograd.grad takes it."""
+    if node is None:
+        return True
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # what torch says of a leaf whose gradient is taken

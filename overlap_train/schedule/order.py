@@ -59,7 +59,7 @@ def targets(topology: Topology) -> tuple[int, ...]:
     """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
     nearest following first."""
     nodes, locals_ = range(1, topology.nodes + 1), range(1, topology.local + 1)
-    return tuple(_shifted(topology, node, place) for node in nodes for place in locals_)[:-1]
+    return tuple([_shifted(topology, node, place) for node in nodes for place in locals_][:-1])
 
 
 @cache
@@ -279,9 +279,8 @@ def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = Fals
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
     if kind.sums_blocks:  # a tile needs its chunk from every rank
         pieces.sort(key=lambda piece: piece[1])
-    return Transfers(
-        tuple(
-            Transfer(NVLINK, rank, target, 0 if kind.gathers else target, chunk, after_tiles, fills=rank)
-            for target, chunk in pieces
-        )
-    )
+    found = [
+        Transfer(NVLINK, rank, target, 0 if kind.gathers else target, chunk, after_tiles, fills=rank)
+        for target, chunk in pieces
+    ]
+    return Transfers(tuple(found))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .agreement import Agreement, on_all_ranks
 from .heap import SymmetricHeap
-from .host import open_host_heap
+from .host import Offer, open_host_heap
 
 __all__ = ["SymmetricHeap", "heap_by", "open_heap", "resolve_provider"]
 
@@ -42,15 +42,17 @@ def heap_by(
     device: torch.device,
     ranks: range | None = None,
     carries: bool = False,
+    offer: Offer | None = None,
 ) -> SymmetricHeap:
     """`open_heap` by a provider that all ranks have agreed on.
 
     Args:
         ranks: of this rank's node, where the group has several: only their memory is mapped.
         carries: whether NVSHMEM also carries data between nodes. Its world then is the whole group.
+        offer: of memory on the CPU, exchanged before.
     """
     if provider == "host":
-        return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size))
+        return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size), offer)
     if provider == "nvshmem" and (carries or ranks is None or len(ranks) > 1):
         from .nvshmem import open_nvshmem_heap
 

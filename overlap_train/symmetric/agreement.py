@@ -77,7 +77,8 @@ class Agreement:
             OverlapMismatchError: a rank is in an exchange of another kind.
         """
         kind = kind or what
-        self.peers.go_on()
+        if self.peers.takes_back:
+            self.peers.go_on()
         found = self._answer(partial(self._values_of_all, self._number, (kind, what, value), what, closing), what)
         self._number += 1  # not before: a rank that gave up comes to the same round again
         for rank, (their_kind, theirs, _) in enumerate(found):
@@ -184,7 +185,7 @@ class Agreement:
         return found
 
     def _wait_for(self, keys: list[str], what: str, closing: bool, given_up: threading.Event) -> None:
-        begin, pause, warned, look_at = time.monotonic(), 2e-4, False, LOOK_S
+        begin, pause, warned, look_at = time.monotonic(), 2e-4, False, min(LOOK_S, self.timeout_s / 10)
         while not self._store.check(keys):
             if given_up.is_set():
                 self._store.delete_key(keys[self.rank])
@@ -206,9 +207,9 @@ class Agreement:
                 if failure is not None:
                     self._store.delete_key(keys[self.rank])
                     raise failure
-            if not warned and waited > warn_after(self.timeout_s) and (late := self._missing(keys)):
-                warned = True
-                warn_user(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}")
+                if not warned and waited > warn_after(self.timeout_s) and (late := self._missing(keys)):
+                    warned = True
+                    warn_user(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}")
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
 

@@ -18,9 +18,44 @@ from .heap import SymmetricHeap
 
 _OPEN = "overlap_train: open shared memory"
 
+Told = tuple[int, int, str] | str  # process, descriptor, machine; or an error
 
-def open_host_heap(agreement: Agreement, nbytes: int, ranks: range) -> SymmetricHeap:
-    """A heap of CPU processes of one machine, which map each other's memfd. ranks: those of this node, which are mapped."""
+
+class Offer:
+    """Zeros of this rank that others may map: a memfd, whose pages cost memory once touched. told: where they find it, or why
+    there is none. all_told: of all ranks, once they have exchanged it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes, self._descriptor, self.all_told = nbytes, -1, list[Told]()
+        try:
+            machine, self._descriptor = _machine(), os.memfd_create("overlap_train")
+            os.ftruncate(self._descriptor, nbytes)
+            self.told: Told = (os.getpid(), self._descriptor, machine)
+        except OSError as failure:
+            self.told = str(failure)
+
+    def open(self, agreement: Agreement, ranks_of: Callable[[list[str]], Sequence[int]]) -> list[torch.Tensor]:
+        """The memory of the ranks that `ranks_of` names, which is told the machine of each rank. Collective."""
+        places = [told for told in self.all_told if not isinstance(told, str)]
+        errors = [f"rank {rank}: {told}" for rank, told in enumerate(self.all_told) if isinstance(told, str)]
+        if errors:
+            raise RuntimeError(f"{_OPEN}: {'; '.join(errors)}")
+
+        def map_all() -> list[torch.Tensor]:
+            chosen = [places[rank] for rank in ranks_of([machine for *_, machine in places])]
+            return [_map(pid, number, self._nbytes) for pid, number, _ in chosen]
+
+        return on_all_ranks(map_all, agreement, _OPEN)  # and every peer has mapped this descriptor before it goes away
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def open_host_heap(agreement: Agreement, nbytes: int, ranks: range, offer: Offer | None = None) -> SymmetricHeap:
+    """A heap of CPU processes of one machine, which map each other's memfd. ranks: those of this node, which are mapped. offer:
+    made and exchanged before; None: here."""
 
     def of_node(machines: list[str]) -> range:
         if len({machines[rank] for rank in ranks}) > 1:
@@ -29,7 +64,8 @@ def open_host_heap(agreement: Agreement, nbytes: int, ranks: range) -> Symmetric
             )
         return ranks
 
-    return SymmetricHeap("host", _shared(agreement, nbytes, of_node), ranks.start)
+    views = _shared(agreement, nbytes, of_node) if offer is None else offer.open(agreement, of_node)
+    return SymmetricHeap("host", views, ranks.start)
 
 
 def share_on_machine(agreement: Agreement, nbytes: int) -> torch.Tensor:
@@ -42,26 +78,12 @@ def share_on_machine(agreement: Agreement, nbytes: int) -> torch.Tensor:
 
 
 def _shared(agreement: Agreement, nbytes: int, ranks_of: Callable[[list[str]], Sequence[int]]) -> list[torch.Tensor]:
-    """Zeros of the ranks that `ranks_of` names, mapped; it is told the machine of each rank. Pages cost memory once touched."""
-    descriptor = -1
-
-    def make() -> tuple[int, int, str]:
-        nonlocal descriptor
-        machine, descriptor = _machine(), os.memfd_create("overlap_train")
-        os.ftruncate(descriptor, nbytes)
-        return os.getpid(), descriptor, machine
-
+    offer = Offer(nbytes)
     try:
-        places = agreement.exchange(on_all_ranks(make, agreement, _OPEN), _OPEN)
-
-        def map_all() -> list[torch.Tensor]:
-            chosen = [places[rank] for rank in ranks_of([machine for *_, machine in places])]
-            return [_map(pid, number, nbytes) for pid, number, _ in chosen]
-
-        return on_all_ranks(map_all, agreement, _OPEN)  # and every peer has mapped this descriptor before it goes away
+        offer.all_told = agreement.exchange(offer.told, _OPEN)
+        return offer.open(agreement, ranks_of)
     finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        offer.close()
 
 
 def _machine() -> str:

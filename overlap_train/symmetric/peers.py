@@ -130,17 +130,18 @@ def _stat(process: int) -> tuple[str, str]:
 class Peers:
     """The other ranks of a group, as far as they may have failed.
 
-    store: of the group's domain. begun: how many operators this rank has begun. called: the group in errors.
+    store: of the group's domain. begun: tells how many operators this rank has begun. called: the group in errors.
     """
 
     called = "the group"
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.begun = rank, world_size, 0
+        self.rank, self.world_size = rank, world_size
+        self.begun: Callable[[], int] = lambda: 0
         self._store = dist.PrefixStore("peers", store)
         self._raised: set[int] = set()  # operators in which this rank has raised
         self._told = False  # that this rank ends
-        self._takes_back = False  # what it has told, once it goes on
+        self.takes_back = False  # what it has told, once it goes on
         self._heard: dict[int, tuple[Failure, float]] = {}  # by rank, and since when
         self._processes: dict[int, Process] = {}
         self._looks = threading.Lock()
@@ -148,9 +149,8 @@ class Peers:
 
     def go_on(self) -> None:
         """This rank comes to another call: an error before its operator had begun was no failure, if it was caught."""
-        if self._takes_back:
-            self._takes_back = False
-            self._store.delete_key(f"failure/{self.rank}")
+        self.takes_back = False
+        self._store.delete_key(f"failure/{self.rank}")
 
     def tell(self, error: BaseException, call: str, end: str, begun: bool = True) -> None:
         """Tell the peers of an error of this rank.
@@ -159,18 +159,18 @@ class Peers:
         """
         if self._told and end != UNCAUGHT:
             return
-        self._told, self._takes_back = end != RAISED, end == RAISED and not begun
-        self._raised.add(self.begun)
+        self._told, self.takes_back = end != RAISED, end == RAISED and not begun
+        self._raised.add(self.begun())
         said = str(error).strip()
         kind = type(error).__name__ + (f": {said}" if said else "")
         text = f"raised {kind} (in {call})" if call else f"raised {kind}"
-        self._send(Failure(self.begun, text, end, isinstance(error, OverlapMismatchError)))
+        self._send(Failure(self.begun(), text, end, isinstance(error, OverlapMismatchError)))
 
     def leave(self) -> None:
         """Tell the peers that this rank has called shutdown()."""
         if not self._told:
             self._told = True
-            self._send(Failure(self.begun, "has called shutdown()", LEFT))
+            self._send(Failure(self.begun(), "has called shutdown()", LEFT))
 
     def _send(self, failure: Failure) -> None:
         def send() -> None:
@@ -231,7 +231,7 @@ class Peers:
         if failure.end == UNCAUGHT or closing:
             return failure.end == UNCAUGHT
         if failure.end == RAISED:
-            return failure.operator <= self.begun and failure.operator not in self._raised
+            return failure.operator <= self.begun() and failure.operator not in self._raised
         return failure.end == FAILED or is_awaited
 
     def _ended(self, rank: int) -> Process | None:
