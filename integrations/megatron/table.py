@@ -77,7 +77,7 @@ class LinearReport:
 
     @property
     def calls(self) -> str:
-        """How often each path has run, for example "overlapped 8, evaluation mode 2"; of collective "not overlapped 8"."""
+        """How often each path has run, for example "overlapped 8, expert 2"; of collective "not overlapped 8"."""
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
