@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.integrations.megatron.conditions import attribute, fallback_reason, standing_reason
@@ -173,15 +174,23 @@ class TERowFallback(TEFallback):
 class _OverlappedTE:
     """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]; with a norm, of the normalised x."""
 
-    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y, None), or (y without b, b) where the caller adds the bias itself."""
+    def forward(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself. With return_layernorm_output, as LoRA sets it,
+        ((y, normalised x), None) or (y without b, b, normalised x)."""
         reason = te_feature(self) or fallback_reason(self, x, self.weight)
         self.overlap.count(reason)
         if reason is not None:
-            y, bias = super().forward(x)  # type: ignore[misc]
-            return self.overlap.watched(y), bias
+            y, *others = super().forward(x)  # type: ignore[misc]
+            watched = self.overlap.watched
+            return ((watched(y[0]), *y[1:]) if isinstance(y, tuple) else watched(y), *others)
         added, returned = biases(self)
-        return product(self, normed(self, x), self.weight, added), returned
+        x = normed(self, x)
+        y = product(self, x, self.weight, added)
+        if self.overlap.norm is None or not attribute(self, "return_layernorm_output", False):
+            return y, returned
+        if attribute(self, "return_layernorm_output_gathered", False):
+            x = gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return (y, returned, x) if self.te_return_bias else ((y, x), None)
 
 
 def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
