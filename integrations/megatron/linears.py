@@ -42,6 +42,8 @@ SLOT_OF_ATTRIBUTE = {
     "linear_fc2": "fc2",
     "output_layer": "output",
 }
+# How LoRA's wrappers call the linear within: Megatron-Bridge's and NeMo's, and PEFT's.
+_WRAPPED = ("to_wrap", "base_layer")
 
 
 @dataclass
@@ -271,14 +273,28 @@ def chunks_of(model: Model) -> list[torch.nn.Module]:
 def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
     """(name, module) of the modules in one of our linear slots and of all other parallel linears of Megatron's own classes.
 
-    Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them.
+    Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them. Of
+    LoRA's wrappers it is the linear within; their adapters are left out.
     """
     chunks, own = chunks_of(model), (*OWN, OverlappedColumnParallelLinear, OverlappedRowParallelLinear)
     for index, chunk in enumerate(chunks):
         prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        wrappers: tuple[str, ...] = ()
         for name, module in chunk.named_modules():
-            if (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
+            if unwrapped(module) is not module:
+                wrappers += (f"{name}.",)
+            elif name.startswith(wrappers) and name.rpartition(".")[2] not in _WRAPPED:
+                continue
+            elif (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
                 yield prefix + re.sub(r"^(module\.)+", "", name), module
+
+
+def unwrapped(module: Any) -> Any:
+    """The linear within LoRA's wrappers, or the module itself."""
+    within = next(
+        (inner for name in _WRAPPED if isinstance(inner := getattr(module, name, None), torch.nn.Module)), None
+    )
+    return module if within is None else unwrapped(within)
 
 
 def overlapped_linears(model: Model) -> list[Any]:
@@ -286,8 +302,8 @@ def overlapped_linears(model: Model) -> list[Any]:
 
 
 def slot_of(name: str) -> str | None:
-    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no linear slot."""
-    return SLOT_OF_ATTRIBUTE.get(name.rpartition(".")[2])
+    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1", also of what LoRA wraps; None for a name that is no linear slot."""
+    return SLOT_OF_ATTRIBUTE.get(re.sub(rf"(\.({'|'.join(_WRAPPED)}))+$", "", name).rpartition(".")[2])
 
 
 def is_overlapped(linear: Any) -> bool:

@@ -30,6 +30,7 @@ from overlap_train.integrations.megatron.linears import (
     named_linears,
     overlapped_linears,
     slot_of,
+    unwrapped,
     why_not,
 )
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
@@ -116,7 +117,7 @@ def report(model: Model, problem: str | None = None) -> Report:
     attentions = {}
     for attention in sharing_attentions(model):
         for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
-            attentions[id(linear)] = attention
+            attentions[id(unwrapped(linear))] = attention
     rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
     return Report(tuple(rows), problem)
 
