@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train.group.registry import is_graphed
-from overlap_train.ops.spec import other_autocast
+from overlap_train.ops.spec import DTYPES, other_autocast
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -198,7 +198,10 @@ def _input_reason(
     autocast = other_autocast(x)
     if autocast is not None:
         return f"autocast to {autocast} of {x.dtype} tensors"
-    falls_back = linear.overlap.config.on_unsupported == "fallback"  # else the operators raise
-    if falls_back and x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(group):
+    if linear.overlap.config.on_unsupported == "error":  # the operators raise
+        return None
+    if x.dtype not in DTYPES:
+        return f"{x.dtype} tensors"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(group):
         return "CUDA graph capture outside overlap_train.graphed"
     return None

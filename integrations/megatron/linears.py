@@ -26,7 +26,12 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-from overlap_train.integrations.megatron.conditions import attribute, fallback_reason, standing_reason
+from overlap_train.integrations.megatron.conditions import (
+    attribute,
+    bad_combination,
+    fallback_reason,
+    standing_reason,
+)
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
@@ -245,7 +250,8 @@ def why_not(linear: Any, exchanges: bool = False) -> str | None:
     """Why no call of a linear that is not overlapped can be, or can exchange within its product; None: some can."""
     if type(linear) not in overlapped_forms():
         return f"{type(linear).__name__} has no {'form that exchanges' if exchanges else 'overlapped form'}"
-    return standing_reason(linear, None, exchanges) or te_feature(linear)
+    problem = bad_combination(linear.config)
+    return standing_reason(linear, None, exchanges) or te_feature(linear) or (None if problem is None else problem.what)
 
 
 def te_feature(linear: Any) -> str | None:
@@ -274,11 +280,14 @@ def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
     """(name, module) of the modules in one of our linear slots and of all other parallel linears of Megatron's own classes.
 
     Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them. Of
-    LoRA's wrappers it is the linear within; their adapters are left out.
+    LoRA's wrappers it is the linear within; their adapters are left out. A linear alone has the name of its class.
     """
     chunks, own = chunks_of(model), (*OWN, OverlappedColumnParallelLinear, OverlappedRowParallelLinear)
     for index, chunk in enumerate(chunks):
         prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        if is_candidate(chunk):
+            yield prefix + type(chunk).__name__, chunk
+            continue
         wrappers: tuple[str, ...] = ()
         for name, module in chunk.named_modules():
             if unwrapped(module) is not module:

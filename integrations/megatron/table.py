@@ -35,6 +35,7 @@ from overlap_train.integrations.megatron.linears import (
 )
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
 from overlap_train.ops.plan_cache import made_cache
+from overlap_train.warn import warn_user
 
 # Characters of a line, unless names, methods and calls leave less than REASON_WIDTH to the reasons.
 WIDTH, REASON_WIDTH = 120, 40
@@ -102,14 +103,25 @@ class Report:
 
     @property
     def heading(self) -> str:
-        """A line that says at once, among the thousands that Megatron prints, whether overlap acts."""
-        ours, exposed = sum(x.overlapped_calls > 0 for x in self.linears), sum(x.is_collective for x in self.linears)
+        """A line that says at once, among the thousands that Megatron prints, whether overlap acts, and why not all of it."""
         where = f"{stage()}, layers counted within it: " if stage() else ""
-        without = f", {exposed} of them not overlapped (collective)" if exposed else ""
-        return f"overlap_train: {where}{ours} of {len(self.linears)} linears run our operators{without}"
+        others, total = self._others, len(self.linears)
+        line = f"overlap_train: {where}{total - others.total()} of {total} linears run our operators"
+        if not others:
+            return line
+        mostly = ", mostly" if len(others) > 1 else ""
+        return f"{line}; the other {others.total()}{mostly}: {others.most_common(1)[0][0]}"
+
+    @property
+    def _others(self) -> Counter[str]:
+        """Why linears do not overlap -> how many."""
+        others = (x for x in self.linears if x.is_collective or not x.overlapped_calls)
+        return Counter("collective overlaps nothing" if x.is_collective else x.reason for x in others)
 
     def show(self) -> None:
         print(f"{self.heading}\n{self}", flush=True)
+        if 0 < len(self.linears) == self._others.total():
+            warn_user(self.heading)
 
 
 def report(model: Model, problem: str | None = None) -> Report:
@@ -128,7 +140,7 @@ def _row(name: str, linear: Any, attention: Any) -> LinearReport:
     row = LinearReport(name, slot, *_NO_PASSES, "megatron", (), exchange=exchange)
     if not is_overlapped(linear):
         no_slot = "not one of qkv, proj, fc1, fc2, output" if slot is None else None
-        return replace(row, reasons=(no_slot or why_not(linear) or "not enabled",))
+        return replace(row, reasons=(why_not(linear) or no_slot or "not enabled",))
     overlap = linear.overlap
     calls = tuple(sorted(overlap.fallback_calls.items()))
     row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)
