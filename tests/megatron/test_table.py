@@ -137,23 +137,6 @@ def test_one_table_however_the_step_runs(
     assert {row[2] for row in rows} <= calls and len({row[0] for row in rows}) == len(rows)
 
 
-def one_kind(slots: tuple[str, ...], falls_back: bool) -> str:
-    """Column linears only, or row linears only, which all overlap or all fall back."""
-    model = gpt(replace(OVERLAPPED, overlap=OverlapConfig(slots=slots)))
-    if falls_back:
-        fall_back(model)
-    return first_step(model)
-
-
-@pytest.mark.parametrize("falls_back", [False, True])
-@pytest.mark.parametrize("slots", [("qkv", "fc1", "output"), ("proj", "fc2")], ids=["column", "row"])
-def test_every_kind_of_linear_leads_to_the_table(workers: Workers, slots: tuple[str, ...], falls_back: bool) -> None:
-    table, nothing = workers.call(one_kind, slots, falls_back)
-    ours = 0 if falls_back else len(slots) * 2 - ("output" in slots)
-    assert nothing == "" and table.startswith(f"overlap_train: {ours} of 9 linears run our operators; the other ")
-    assert table.count(f"{OFFLOADED} 1" if falls_back else "overlapped 1") == len(slots)
-
-
 def never_trained() -> list[str]:
     """Evaluation only: no gradient arrives, and the launcher asks for the table at the end."""
     model = gpt(OVERLAPPED).eval()
@@ -192,17 +175,6 @@ def test_calls_are_counted_by_path_and_reason(workers: Workers) -> None:
         assert {row.reason for row in freed} == {"symmetric memory has been freed (overlap_train.shutdown)"}
 
 
-def test_linears_of_the_method_collective_are_counted_apart() -> None:
-    rows = [LinearReport("fc1", "fc1", "F", "D", "W", "collective", (), 3, ((OFFLOADED, 1),))]
-    rows += [replace(rows[0], method=method) for method in ("fused", "collective / chunked", "in turn", "megatron")]
-    ours = [f"not overlapped 3, {OFFLOADED} 1", *[f"overlapped 3, {OFFLOADED} 1"] * 4]
-    assert [row.calls for row in rows] == ours
-    summary = Report((*rows, MEGATRON)).heading
-    assert (
-        summary == "overlap_train: 4 of 6 linears run our operators; the other 2, mostly: collective overlaps nothing"
-    )
-
-
 def test_like_linears_share_a_row() -> None:
     """Layers that differ in nothing, and local experts, of which a layer may have 64."""
     layers = [
@@ -237,15 +209,3 @@ def test_a_long_reason_goes_on_in_the_next_line() -> None:
         assert " ".join(lines) == reason and max(map(len, (row, *more))) <= width
         assert {line.index("all-to-all") for line in (row, *more)} == {row.index("all-to-all")}
         assert cells(last) == [name, "megatron", "overlapped 8"] and last == last.rstrip()
-
-
-def test_passes_are_said_once_and_of_each_linear_where_a_slot_has_several() -> None:
-    def row(name: str, slot: str | None, fprop: str) -> LinearReport:
-        return LinearReport(name, slot, fprop, "D", "-" if fprop == "-" else "W", "fused", ())
-
-    same = row("layers.0.qkv", "qkv", "F"), row("layers.1.fc1", "fc1", "F"), row("layers.0.fc1", "fc1", "-")
-    rule, *passes = str(Report((*same, row("experts", None, "-")))).splitlines()[-2:]
-    assert set(rule) == {"-"} and passes == ["qkv, fc1: fprop F; dgrad D; wgrad W"]
-    *_, first, second = str(Report((*same, row("layers.2.qkv", "qkv", "G")))).splitlines()
-    assert first == "layers.0.qkv, fc1: fprop F; dgrad D; wgrad W"
-    assert second == "layers.2.qkv: fprop G; dgrad D; wgrad W"
