@@ -2,7 +2,7 @@
 
 `bad_combination` looks at a model's settings before its linears are changed. `fallback_reason` is asked on every call, because
 Megatron-Core changes built linears: inference toggles `output_layer.sequence_parallel`, shared experts set
-`explicit_expert_comm`, weights are frozen and unfrozen. Every rank of the group finds the same reason.
+`explicit_expert_comm`. Every rank of the group finds the same reason. Frozen weights and evaluation are none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from overlap_train.group.registry import is_graphed
-from overlap_train.ops.spec import other_autocast
+from overlap_train.ops.spec import DTYPES, other_autocast
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -114,7 +114,7 @@ def fallback_reason(
     x: [s/W, b, K] of a column-parallel linear, [s, b, K/W] of a row-parallel one. weight: of this call, which is the embedding's
     where weights are tied. call: the keyword arguments of ColumnParallelLinear._forward_impl.
     """
-    reason = standing_reason(linear, weight) or _call_reason(linear, call)
+    reason = standing_reason(linear, weight) or _call_reason(call)
     reason = reason or _input_reason(linear, x, weight, linear.tp_group)
     is_row = attribute(linear, "input_is_parallel", False)
     if reason is None and is_row and x.shape[0] % linear.tp_group.size():
@@ -127,8 +127,7 @@ def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.Process
     context-parallel group of this call, if it has one."""
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
-    reason = standing_reason(linear, linear.weight, exchanges=True) or _call_reason(linear, NOTHING)
-    reason = reason or _input_reason(linear, x, linear.weight, group)
+    reason = standing_reason(linear, linear.weight, exchanges=True) or _input_reason(linear, x, linear.weight, group)
     return reason or (_input_reason(linear, x, linear.weight, linear.tp_group) if divides_weights(linear) else None)
 
 
@@ -141,8 +140,6 @@ def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchang
     """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product."""
     placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
     reason = placement or _feature_reason(linear)
-    if reason is None and weight is not None and not weight.requires_grad:
-        return "frozen weight"
     if reason is None and weight is not None and getattr(weight, "__fsdp_param__", False):
         return "Megatron-FSDP owns the weight's gradient"
     return reason
@@ -185,9 +182,7 @@ def _feature_reason(linear: ParallelLinear) -> str | None:
     return None
 
 
-def _call_reason(linear: ParallelLinear, call: Mapping[str, Any]) -> str | None:
-    if not linear.training:
-        return "evaluation mode"
+def _call_reason(call: Mapping[str, Any]) -> str | None:
     if call.get("grad_output_buffer") is not None or call.get("wgrad_deferral_limit") is not None:
         return "the weight gradient is deferred (defer_embedding_wgrad_compute)"
     if call.get("output_dtype") is not None:
@@ -203,7 +198,10 @@ def _input_reason(
     autocast = other_autocast(x)
     if autocast is not None:
         return f"autocast to {autocast} of {x.dtype} tensors"
-    falls_back = linear.overlap.config.on_unsupported == "fallback"  # else the operators raise
-    if falls_back and x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(group):
+    if linear.overlap.config.on_unsupported == "error":  # the operators raise
+        return None
+    if x.dtype not in DTYPES:
+        return f"{x.dtype} tensors"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing() and not is_graphed(group):
         return "CUDA graph capture outside overlap_train.graphed"
     return None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
-from overlap_train.config import check_type
+from overlap_train.config import SLOTS, check_type
 from overlap_train.integrations.megatron.attention import (
     UlyssesSelfAttention,
     core_of_rank,
@@ -50,16 +50,19 @@ from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 
 OLDEST, NEWEST = (0, 16), (0, 20)  # no note on these: 0.16 and 0.19 are tested, and our hooks fit 0.20-dev
 
+_ALONE = "linear"  # in place of a linear slot
+
 provide_accumulation_fusion()
 
 
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
-    """Overlap the linears of `config.slots` in a model, or in the chunks of a virtual pipeline; before DDP wraps it.
+    """Overlap the linears of `config.slots` in a model, in the chunks of a virtual pipeline, or one linear; before DDP wraps it.
 
     Every rank of the job calls it with the same config; it does not communicate. Linears that cannot overlap (experts,
-    generalized tensor parallelism) are left as they are, and the report says why. Global rank 0 prints a line. The table of
-    linears follows in the first training step: rank 0 prints it and, in a pipeline, the first rank of each other stage. A second
-    call with the same config changes and prints nothing, also after DDP has wrapped the model.
+    generalized tensor parallelism, those of a part of the model whose settings rule it out) are left as they are, and the report
+    says why. All slots, the default, mean what is there. LoRA may wrap linears before or after. Global rank 0 prints a line. The
+    table of linears follows in the first training step: rank 0 prints it and, in a pipeline, the first rank of each other stage.
+    A second call with the same config changes and prints nothing, also after DDP has wrapped the model.
 
     A model with gradient_accumulation_fusion=True needs no Apex if `enable` is imported before the model is built. Its linears
     then add weight gradients into main_grad; with config.main_grad="off" those that were enabled return them, fusion or not.
@@ -69,9 +72,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
     Raises:
         ValueError: the model is wrapped already, its settings rule out overlap, an attention with cp_comm_type "a2a" has no
-            Ulysses form, it lacks a linear that config.slots names, or it was enabled with another config. With
-            config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron instead, and
-            the report says so.
+            Ulysses form, it lacks a linear that config.slots names (of fewer than all slots), or it was enabled with another
+            config. With config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron
+            instead, and the report says so.
     """
     check_type(config)
     config = config or OverlapConfig()
@@ -139,10 +142,10 @@ def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) ->
 
 
 def _wanted(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Iterator[tuple[str, str, Any]]:
-    """(name, linear slot, module) of the linears asked for."""
+    """(name, linear slot, module) of the linears asked for. One that was passed alone is asked for by that."""
     for name, linear in named_linears(chunks):
-        slot = slot_of(name)
-        if slot in config.slots:
+        slot = _ALONE if any(linear is chunk for chunk in chunks) else slot_of(name)
+        if slot == _ALONE or slot in config.slots:
             yield name, slot, linear
 
 
@@ -154,8 +157,11 @@ def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     version, lines = megatron.core.__version__, []
     if names:
         layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
-        where = f"{layers} layer{'s' * (layers != 1)}" + (f" of {stage()}" if stage() else "")
-        lines = [f"{len(names)} linears in {where} prepared; the table follows in the first step", problem]
+        what = f"{len(names)} linear{'s' * (len(names) != 1)}" + (
+            f" in {layers} layer{'s' * (layers != 1)}" if layers else ""
+        )
+        where = f" of {stage()}" if stage() else ""
+        lines = [f"{what}{where} prepared; the table follows in the first step", problem]
     else:
         report(chunks, problem).show()
     if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:2])) <= NEWEST:
@@ -178,8 +184,8 @@ def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> Problem | None:
         if fused is not None:
             instead = "build the model without use_te_op_fuser (leave out --use-transformer-engine-op-fuser)"
             return Problem(f"{fused} in the model: TransformerEngine computes it without calling its linears", instead)
-    model_config = _config_of(chunks)
-    return None if model_config is None else bad_combination(model_config)
+    problems = [bad_combination(config) for config in _configs(chunks)]
+    return problems[0] if problems and all(problems) else None
 
 
 def _data_parallel_wrapper(chunk: torch.nn.Module) -> str | None:
@@ -191,20 +197,23 @@ def _data_parallel_wrapper(chunk: torch.nn.Module) -> str | None:
     return "DistributedDataParallel" if has_buffer else None
 
 
-def _config_of(chunks: Sequence[torch.nn.Module]) -> Any:
-    """The TransformerConfig of the model: its own, or that of a parallel linear."""
-    owners = [*chunks, *(linear for _, linear in named_linears(chunks))]
-    return next((owner.config for owner in owners if getattr(owner, "config", None) is not None), None)
+def _configs(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """The TransformerConfigs of the linears that could overlap: several where a model is made of models. Without any, the
+    model's own."""
+    owners = [linear for _, linear in named_linears(chunks) if is_candidate(linear)] or chunks
+    return list(
+        {id(owner.config): owner.config for owner in owners if getattr(owner, "config", None) is not None}.values()
+    )
 
 
 def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Problem | None:
-    """Linear slots that have nothing to overlap. Not asked of pipeline stages, which need not have all."""
-    if getattr(_config_of(chunks), "pipeline_model_parallel_size", 1) > 1:
-        return None
+    """Linear slots that have nothing to overlap. Not asked of pipeline stages, which need not have all. All slots, which are the
+    default, mean what is there."""
     wanted = list(_wanted(chunks, config))
     found = {slot for _, slot, linear in wanted if is_candidate(linear)}
+    is_stage = any(getattr(each, "pipeline_model_parallel_size", 1) > 1 for each in _configs(chunks))
     missing = [slot for slot in config.slots if slot not in found]
-    if not missing:
+    if is_stage or not missing or (found and (set(config.slots) == set(SLOTS) or _ALONE in found)):
         return None
     what = (
         f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "

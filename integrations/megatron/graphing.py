@@ -37,12 +37,12 @@ def graphed_model(model: Model) -> Iterator[None]:
 
 
 def graphed_passes(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's forward_backward_func, bracketed while it is captured: for FullCudaGraphWrapper(graphed_passes(func)).
-    Validation (forward_only) is not: in evaluation mode linears run Megatron's own code."""
+    """Megatron's forward_backward_func, bracketed while it is captured: for FullCudaGraphWrapper(graphed_passes(func)). Megatron
+    captures validation (forward_only), too."""
 
     @functools.wraps(forward_backward)
     def bracketed(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("forward_only") or not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
             return forward_backward(*args, **kwargs)
         with graphed_model(kwargs["model"]):
             return forward_backward(*args, **kwargs)

@@ -23,9 +23,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
-from overlap_train.integrations.megatron.conditions import attribute, fallback_reason, standing_reason
+from overlap_train.integrations.megatron.conditions import (
+    attribute,
+    bad_combination,
+    fallback_reason,
+    standing_reason,
+)
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
@@ -41,6 +47,8 @@ SLOT_OF_ATTRIBUTE = {
     "linear_fc2": "fc2",
     "output_layer": "output",
 }
+# How LoRA's wrappers call the linear within: Megatron-Bridge's and NeMo's, and PEFT's.
+_WRAPPED = ("to_wrap", "base_layer")
 
 
 @dataclass
@@ -173,15 +181,23 @@ class TERowFallback(TEFallback):
 class _OverlappedTE:
     """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]; with a norm, of the normalised x."""
 
-    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(y, None), or (y without b, b) where the caller adds the bias itself."""
+    def forward(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
+        """(y, None), or (y without b, b) where the caller adds the bias itself. With return_layernorm_output, as LoRA sets it,
+        ((y, normalised x), None) or (y without b, b, normalised x)."""
         reason = te_feature(self) or fallback_reason(self, x, self.weight)
         self.overlap.count(reason)
         if reason is not None:
-            y, bias = super().forward(x)  # type: ignore[misc]
-            return self.overlap.watched(y), bias
+            y, *others = super().forward(x)  # type: ignore[misc]
+            watched = self.overlap.watched
+            return ((watched(y[0]), *y[1:]) if isinstance(y, tuple) else watched(y), *others)
         added, returned = biases(self)
-        return product(self, normed(self, x), self.weight, added), returned
+        x = normed(self, x)
+        y = product(self, x, self.weight, added)
+        if self.overlap.norm is None or not attribute(self, "return_layernorm_output", False):
+            return y, returned
+        if attribute(self, "return_layernorm_output_gathered", False):
+            x = gather_from_sequence_parallel_region(x, group=self.tp_group)
+        return (y, returned, x) if self.te_return_bias else ((y, x), None)
 
 
 def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
@@ -234,7 +250,8 @@ def why_not(linear: Any, exchanges: bool = False) -> str | None:
     """Why no call of a linear that is not overlapped can be, or can exchange within its product; None: some can."""
     if type(linear) not in overlapped_forms():
         return f"{type(linear).__name__} has no {'form that exchanges' if exchanges else 'overlapped form'}"
-    return standing_reason(linear, None, exchanges) or te_feature(linear)
+    problem = bad_combination(linear.config)
+    return standing_reason(linear, None, exchanges) or te_feature(linear) or (None if problem is None else problem.what)
 
 
 def te_feature(linear: Any) -> str | None:
@@ -262,14 +279,31 @@ def chunks_of(model: Model) -> list[torch.nn.Module]:
 def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
     """(name, module) of the modules in one of our linear slots and of all other parallel linears of Megatron's own classes.
 
-    Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them.
+    Names are those of the bare model, without the wrappers' leading "module."; of several chunks with "chunk0." before them. Of
+    LoRA's wrappers it is the linear within; their adapters are left out. A linear alone has the name of its class.
     """
     chunks, own = chunks_of(model), (*OWN, OverlappedColumnParallelLinear, OverlappedRowParallelLinear)
     for index, chunk in enumerate(chunks):
         prefix = f"chunk{index}." if len(chunks) > 1 else ""
+        if is_candidate(chunk):
+            yield prefix + type(chunk).__name__, chunk
+            continue
+        wrappers: tuple[str, ...] = ()
         for name, module in chunk.named_modules():
-            if (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
+            if unwrapped(module) is not module:
+                wrappers += (f"{name}.",)
+            elif name.startswith(wrappers) and name.rpartition(".")[2] not in _WRAPPED:
+                continue
+            elif (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
                 yield prefix + re.sub(r"^(module\.)+", "", name), module
+
+
+def unwrapped(module: Any) -> Any:
+    """The linear within LoRA's wrappers, or the module itself."""
+    within = next(
+        (inner for name in _WRAPPED if isinstance(inner := getattr(module, name, None), torch.nn.Module)), None
+    )
+    return module if within is None else unwrapped(within)
 
 
 def overlapped_linears(model: Model) -> list[Any]:
@@ -277,8 +311,8 @@ def overlapped_linears(model: Model) -> list[Any]:
 
 
 def slot_of(name: str) -> str | None:
-    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1"; None for a name that is no linear slot."""
-    return SLOT_OF_ATTRIBUTE.get(name.rpartition(".")[2])
+    """ "decoder.layers.0.mlp.linear_fc1" -> "fc1", also of what LoRA wraps; None for a name that is no linear slot."""
+    return SLOT_OF_ATTRIBUTE.get(re.sub(rf"(\.({'|'.join(_WRAPPED)}))+$", "", name).rpartition(".")[2])
 
 
 def is_overlapped(linear: Any) -> bool:

@@ -140,8 +140,7 @@ def gpt_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
     config = getattr(config, "transformer", config)  # Megatron 0.19's `--spec` passes its GPTModelConfig
     if config.multi_latent_attention:
         raise ValueError(
-            "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's "
-            "own spec, and slots=('proj', 'fc1', 'fc2', 'output') for enable() (--overlap-train-slots proj,fc1,fc2,output)"
+            "config.multi_latent_attention=True: these specs build plain and grouped-query attention; take Megatron's own spec"
         )
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm,

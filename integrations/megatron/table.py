@@ -30,10 +30,12 @@ from overlap_train.integrations.megatron.linears import (
     named_linears,
     overlapped_linears,
     slot_of,
+    unwrapped,
     why_not,
 )
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
 from overlap_train.ops.plan_cache import made_cache
+from overlap_train.warn import warn_user
 
 # Characters of a line, unless names, methods and calls leave less than REASON_WIDTH to the reasons.
 WIDTH, REASON_WIDTH = 120, 40
@@ -77,7 +79,7 @@ class LinearReport:
 
     @property
     def calls(self) -> str:
-        """How often each path has run, for example "overlapped 8, evaluation mode 2"; of collective "not overlapped 8"."""
+        """How often each path has run, for example "overlapped 8, expert 2"; of collective "not overlapped 8"."""
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
@@ -101,14 +103,25 @@ class Report:
 
     @property
     def heading(self) -> str:
-        """A line that says at once, among the thousands that Megatron prints, whether overlap acts."""
-        ours, exposed = sum(x.overlapped_calls > 0 for x in self.linears), sum(x.is_collective for x in self.linears)
+        """A line that says at once, among the thousands that Megatron prints, whether overlap acts, and why not all of it."""
         where = f"{stage()}, layers counted within it: " if stage() else ""
-        without = f", {exposed} of them not overlapped (collective)" if exposed else ""
-        return f"overlap_train: {where}{ours} of {len(self.linears)} linears run our operators{without}"
+        others, total = self._others, len(self.linears)
+        line = f"overlap_train: {where}{total - others.total()} of {total} linears run our operators"
+        if not others:
+            return line
+        mostly = ", mostly" if len(others) > 1 else ""
+        return f"{line}; the other {others.total()}{mostly}: {others.most_common(1)[0][0]}"
+
+    @property
+    def _others(self) -> Counter[str]:
+        """Why linears do not overlap -> how many."""
+        others = (x for x in self.linears if x.is_collective or not x.overlapped_calls)
+        return Counter("collective overlaps nothing" if x.is_collective else x.reason for x in others)
 
     def show(self) -> None:
         print(f"{self.heading}\n{self}", flush=True)
+        if 0 < len(self.linears) == self._others.total():
+            warn_user(self.heading)
 
 
 def report(model: Model, problem: str | None = None) -> Report:
@@ -116,7 +129,7 @@ def report(model: Model, problem: str | None = None) -> Report:
     attentions = {}
     for attention in sharing_attentions(model):
         for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
-            attentions[id(linear)] = attention
+            attentions[id(unwrapped(linear))] = attention
     rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
     return Report(tuple(rows), problem)
 
@@ -127,7 +140,7 @@ def _row(name: str, linear: Any, attention: Any) -> LinearReport:
     row = LinearReport(name, slot, *_NO_PASSES, "megatron", (), exchange=exchange)
     if not is_overlapped(linear):
         no_slot = "not one of qkv, proj, fc1, fc2, output" if slot is None else None
-        return replace(row, reasons=(no_slot or why_not(linear) or "not enabled",))
+        return replace(row, reasons=(why_not(linear) or no_slot or "not enabled",))
     overlap = linear.overlap
     calls = tuple(sorted(overlap.fallback_calls.items()))
     row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)

@@ -4,7 +4,7 @@ Megatron gives each rank its part of the rotary frequencies and of the mask. Aft
 parts are put together again, once for all layers of a forward, by all ranks in the same calls, within bounded time.
 
 The exchange of finished q, k, v and context by torch.distributed's all-to-all serves where no operator multiplies and exchanges
-at once: sequences over TP that are too short for parts, evaluation mode, and linears that have no overlapped form.
+at once: sequences over TP that are too short for parts, and linears that have no overlapped form.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,7 +81,5 @@ def build_model(
             share_embeddings_and_output_weights=False,
         ).to(device)
         if overlap is not None:
-            if settings.num_moe_experts:  # in the place of fc1 and fc2
-                overlap = replace(overlap, slots=tuple(slot for slot in overlap.slots if slot not in ("fc1", "fc2")))
             enable(model, overlap)
     return model

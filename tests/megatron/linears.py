@@ -92,6 +92,15 @@ def overlapped(own: Any, config: OverlapConfig) -> Any:
     return linear
 
 
+OFFLOADED = "activations are offloaded to the CPU"
+
+
+def fall_back(linear: Any, on: bool = True) -> Any:
+    """Let the calls of the linears of its config fall back (OFFLOADED), and do nothing else: no block has begun to offload."""
+    linear.config.cpu_offloading = on
+    return linear
+
+
 def _twin(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     twin = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import SDPACoreAttention, provide_accumulation_fusion, report
 from overlap_train.integrations.megatron.norm import norm_within
 from tests.megatron import layout, models, te_stand_in, ulysses
-from tests.megatron.linears import model_config
+from tests.megatron.linears import fall_back, model_config
 from tests.megatron.models import LLAMA, quietly_enable
 from tests.megatron.test_main_grad import GRADIENTS, as_ddps_hook, as_in_ddp
 
@@ -86,13 +87,33 @@ def training_with_overlap_is_training_without() -> None:
             assert float((a.main_grad - b.main_grad).abs().max()) < 1e-5
 
 
-def evaluation_is_transformer_engines_and_a_second_enable_changes_nothing() -> None:
+def evaluation_overlaps_and_a_second_enable_changes_nothing() -> None:
     model, tokens, positions = model_of(1, 2, **RMS), torch.arange(32).reshape(2, 16), torch.arange(16).expand(2, -1)
     quietly_enable(model, OverlapConfig())
     trained = model(tokens, positions, None)
     quietly_enable(model, OverlapConfig())
     torch.testing.assert_close(model.eval()(tokens, positions, None), trained, rtol=1e-4, atol=1e-5)
-    assert {linear.calls for linear in report(model).linears} == {"overlapped 1, evaluation mode 1"}
+    assert {linear.calls for linear in report(model).linears} == {"overlapped 2"}
+
+
+def the_norms_output_comes_with_the_product_where_lora_asks_for_it() -> None:
+    """With a bias that the caller adds and without, the norm's output of this rank's rows and of all, overlapped and not."""
+    for architecture, gathered, frozen, falls_back in product((RMS, ZERO_CENTERED), *[(False, True)] * 3):
+        own, overlapped = (model_of(1, 2, **architecture) for _ in range(2))
+        quietly_enable(overlapped, OverlapConfig())
+        results = []
+        for model in (own, overlapped):
+            linear = fall_back(model.decoder.layers[0].mlp.linear_fc1, falls_back)
+            linear.return_layernorm_output, linear.return_layernorm_output_gathered = True, gathered
+            linear.requires_grad_(not frozen)
+            x = torch.linspace(-1, 1, 8 * 2 * 32).reshape(8, 2, 32).requires_grad_()
+            first, *others = linear(x)
+            y, *normed = first if isinstance(first, tuple) else (first, others.pop())
+            (y.square().sum() + normed[0].pow(3).sum()).backward()
+            results.append([y, *normed, *others, x.grad])
+        assert isinstance(first, tuple) == (architecture is RMS) and len(normed[0]) == (16 if gathered else 8)
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too() -> None:
@@ -132,7 +153,7 @@ def _errors(fusion: bool, main_grad: str, dtype: Any) -> Iterator[float]:
             as_in_ddp(weight, dtype)
             weight.main_grad.zero_()
             for mode in modes:
-                linear.train(mode)(x)[0].square().sum().backward()
+                fall_back(linear, not mode)(x)[0].square().sum().backward()
                 as_ddps_hook(weight)
             return weight.main_grad.clone()
 

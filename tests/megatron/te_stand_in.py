@@ -119,17 +119,27 @@ class LayerNormLinear(Linear):
         eps: float,
         normalization: str,
         zero_centered_gamma: bool,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
         **rest: Any,
     ) -> None:
         super().__init__(in_features, out_features, **rest)
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.layer_norm_weight = _norm_parameter(in_features, zero_centered_gamma, self.sequence_parallel)
         with_bias = normalization == "LayerNorm"
         self.layer_norm_bias = _norm_parameter(in_features, True, self.sequence_parallel) if with_bias else None
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        from megatron.core.tensor_parallel import mappings
+
         x = _normalised(x, self.layer_norm_weight, self.layer_norm_bias, self.eps, self.zero_centered_gamma)
-        return super().forward(x, is_first_microbatch)
+        result = super().forward(x, is_first_microbatch)
+        if not self.return_layernorm_output:
+            return result
+        x = mappings.gather_from_sequence_parallel_region(x) if self.return_layernorm_output_gathered else x
+        return (*result, x) if self.return_bias else (result, x)
 
 
 def _norm_parameter(size: int, zero: bool, sequence_parallel: bool) -> torch.nn.Parameter:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
 from typing import Any
 
 import megatron.core
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from overlap_train import OverlapConfig
@@ -14,9 +18,12 @@ from overlap_train.integrations.megatron import (
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
     enable,
+    gpt_block_spec,
     report,
 )
+from tests.megatron.linears import assert_same, column_pair, model_config, row_pair, run
 from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
+from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.test_spec import MIXTURE
 from tests.megatron.workers import on_ranks
 
@@ -107,10 +114,11 @@ def test_first_pipeline_stage_needs_no_output_layer() -> None:
     """The first of two stages has no output layer, and that is no mistake."""
     stage = gpt(PLAIN)
     del stage.output_layer
+    named = OverlapConfig(slots=("fc1", "output"))
     with pytest.raises(ValueError, match="'output'"):
-        enable(stage, OverlapConfig())
+        enable(stage, named)
     stage.config.pipeline_model_parallel_size = 2
-    quietly_enable(stage, OverlapConfig())
+    quietly_enable(stage, named)
     assert type(stage.decoder.layers[0].mlp.linear_fc1) is OverlappedColumnParallelLinear
 
 
@@ -125,12 +133,13 @@ def test_experts_are_left_alone() -> None:
     dense = [linear for linear in report(model).linears if "expert" not in linear.name]
     assert all(linear.reason == "not called yet" for linear in dense)
     model = gpt(Recipe({**LLAMA, **MIXTURE, "moe_layer_freq": [1, 1]}))  # no dense linear is left for fc1
-    there = r"for 'fc1' \(only experts there\), 'fc2' \(only experts there\)"
     with pytest.raises(
-        ValueError, match=rf"{there}; leave out what is missing \(--overlap-train-slots qkv,proj,output\)"
+        ValueError, match=r"for 'fc1' \(only experts there\); leave out .* \(--overlap-train-slots qkv,output\)"
     ):
-        enable(model, OverlapConfig())
+        enable(model, OverlapConfig(slots=("qkv", "fc1", "output")))
     assert overlaps(model) == []
+    line = quietly_enable(model, OverlapConfig())
+    assert torch.distributed.get_rank() or line.startswith("overlap_train: 5 linears in 2 layers prepared;")
 
 
 class SomebodysLinear(RowParallelLinear):
@@ -148,7 +157,53 @@ def test_subclasses_are_left_alone() -> None:
     for layer in model.decoder.layers:
         layer.mlp.linear_fc2.__class__ = SomebodysLinear
     with pytest.raises(ValueError, match=r"'fc2'.*only SomebodysLinear there.*leave out"):
-        enable(model, OverlapConfig())
+        enable(model, OverlapConfig(slots=("fc1", "fc2")))
+    quietly_enable(model, OverlapConfig())
+    assert len(overlaps(model)) == 7
+
+
+@pytest.mark.parametrize("order", [("encoder", "decoder"), ("decoder", "encoder")])
+@pytest.mark.parametrize("on_unsupported", ["error", "fallback"])
+@on_ranks
+def test_each_linear_goes_by_its_own_settings(order: tuple[str, str], on_unsupported: str) -> None:
+    """Of two models in one, that without sequence parallelism keeps Megatron's linears."""
+    config = model_config(sequence_parallel=False, **LLAMA)
+    parts = {"encoder": GPTModel(config, gpt_block_spec(config), 48, 16, position_embedding_type="rope")}
+    parts["decoder"] = gpt(PLAIN)
+    both = torch.nn.ModuleDict({name: parts[name] for name in order})
+    quietly_enable(both, OverlapConfig(on_unsupported=on_unsupported))
+    assert (len(overlaps(parts["encoder"])), len(overlaps(parts["decoder"]))) == (0, 9)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        tokens = torch.arange(32).reshape(2, 16)
+        sum(model(tokens, tokens % 16, None).sum() for model in parts.values()).backward()
+    assert torch.distributed.get_rank() or printed.getvalue().startswith(
+        "overlap_train: 9 of 18 linears run our operators; the other 9: no sequence parallelism: the linear all-reduces\n"
+    )
+
+
+@on_ranks
+def test_one_linear_alone() -> None:
+    for make, x in ((column_pair, column_input()), (row_pair, row_input())):
+        own = make().own
+        expected = run(own, x)["y"]
+        line = quietly_enable(own, OverlapConfig())
+        assert torch.distributed.get_rank() or line.startswith("overlap_train: 1 linear prepared; ")
+        torch.testing.assert_close(run(own, x)["y"], expected, rtol=0, atol=0)
+        (row,) = report(own).linears
+        assert (row.name, row.calls) == (type(own).__name__, "overlapped 1")
+
+
+@on_ranks
+def test_fp64_falls_back() -> None:
+    for overlap in (OverlapConfig(on_unsupported="fallback"), OverlapConfig()):
+        pair, x = column_pair(overlap), column_input().double()
+        pair.own.double(), pair.overlapped.double()
+        if overlap.on_unsupported == "error":
+            with pytest.raises(ValueError, match=r"dtype torch\.float64"):
+                pair.overlapped(x)
+            continue
+        assert_same(run(pair.own, x), run(pair.overlapped, x))
+        assert pair.counts == (0, {"torch.float64 tensors": 1})
 
 
 REFUSED = {
@@ -172,10 +227,15 @@ def test_settings_that_rule_out_overlap() -> None:
         with pytest.raises(ValueError, match=rf"{field}={value!r} in the.*{rule}.*on_unsupported='fallback'"):
             enable(model, OverlapConfig())
         assert overlaps(model) == []
-        printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
+        assert torch.distributed.get_rank() or [str(each.message) for each in warned] == printed.splitlines()[:1]
         assert torch.distributed.get_rank() or f"{field}={value!r}" in printed, "never a silent switch-off"
         assert "fallback" not in printed, "that is what was asked for"
-        assert torch.distributed.get_rank() or printed.startswith("overlap_train: 0 of 9 linears run our operators\n")
+        assert torch.distributed.get_rank() or printed.startswith(
+            "overlap_train: 0 of 9 linears run our operators; the other"
+        )
         assert all(x.method == "megatron" for x in report(model).linears)
         assert overlaps(model) == []
 
@@ -197,9 +257,9 @@ def test_missing_slot_with_fallback() -> None:
     """With fallback, a missing slot leaves the others overlapped and is reported."""
     model = gpt(PLAIN)
     del model.output_layer
-    printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
+    printed = quietly_enable(model, OverlapConfig(on_unsupported="fallback", slots=("fc1", "output")))
     assert torch.distributed.get_rank() or "'output'" in printed
-    assert all(linear.reason == "not called yet" for linear in report(model).linears)
+    assert {x.reason for x in report(model).linears if x.slot == "fc1"} == {"not called yet"}
 
 
 @on_ranks

@@ -9,7 +9,7 @@ import torch
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import provide_accumulation_fusion
-from tests.megatron.linears import Pair, column_pair, integers, row_pair, run
+from tests.megatron.linears import OFFLOADED, Pair, column_pair, fall_back, integers, row_pair, run
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.workers import Workers, on_ranks
 
@@ -122,12 +122,12 @@ def hooks_of_a_user(kind: str) -> None:
         linear.gradient_accumulation_fusion = fusion
         as_in_ddp(linear.weight)
         handle = linear.weight.register_hook(lambda gradient: 2 * gradient)
-        for training in (True, False):
-            assert torch.equal(run(linear.train(training), x)["grad of weight"], 2 * expected)
+        for falls_back in (False, True):
+            assert torch.equal(run(fall_back(linear, falls_back), x)["grad of weight"], 2 * expected)
             linear.weight.grad = None
         handle.remove()
         handle = linear.weight.register_post_accumulate_grad_hook(tripled)
-        assert torch.equal(run(linear.train(), x)["grad of weight"], 3 * expected)
+        assert torch.equal(run(fall_back(linear, False), x)["grad of weight"], 3 * expected)
         assert not linear.weight.grad_added_to_main_grad and (linear.weight.main_grad == START).all()
         handle.remove()
         run(linear, x)
@@ -171,8 +171,8 @@ def a_gradient_that_is_taken(kind: str) -> None:
     pair, x = make(kind)
     expected, weight = expected_gradient(pair, x), pair.overlapped.weight
     as_in_ddp(weight)
-    for mode in (True, False):
-        y = pair.overlapped.train(mode)(x)[0]
+    for falls_back in (False, True):
+        y = fall_back(pair.overlapped, falls_back)(x)[0]
         (dw,) = torch.autograd.grad(y, weight, integers(*y.shape, seed=77))
         assert torch.equal(dw, expected)
     assert (weight.main_grad == START).all() and not weight.grad_added_to_main_grad
@@ -194,14 +194,14 @@ def test_calls_that_fall_back_do_as_overlapped_ones(
         linear = pair.overlapped
         linear.gradient_accumulation_fusion = fusion
         as_in_ddp(linear.weight, dtype)
-        outputs = [linear(x)[0], linear.eval()(x)[0]]
+        outputs = [linear(x)[0], fall_back(linear)(x)[0]]
         for y in reversed(outputs) if overlapped_last else outputs:
             y.backward(integers(*y.shape, seed=77))
             assert linear.weight.grad_added_to_main_grad == added
             as_ddps_hook(linear.weight)
         assert expected.abs().max() < 100, "bf16 holds all sums of it"
         assert torch.equal(linear.weight.main_grad.float(), START + 2 * expected)
-        assert pair.counts == (1, {"evaluation mode": 1})
+        assert pair.counts == (1, {OFFLOADED: 1})
 
 
 def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
@@ -212,8 +212,8 @@ def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
     linear.gradient_accumulation_fusion, linear.config.mtp_num_layers = True, 1
     as_in_ddp(linear.weight)
     linear.weight.shared_embedding = True
-    for mode in (True, False):
-        assert torch.equal(run(linear.train(mode), x)["grad of weight"], expected)
+    for falls_back in (False, True):
+        assert torch.equal(run(fall_back(linear, falls_back), x)["grad of weight"], expected)
         linear.weight.grad = None
     assert not linear.weight.grad_added_to_main_grad and (linear.weight.main_grad == START).all()
 

@@ -21,10 +21,12 @@ from tests.megatron.linears import (
     BATCH,
     FEATURES_IN,
     FEATURES_OUT,
+    OFFLOADED,
     SEQUENCE,
     Pair,
     assert_same,
     column_pair,
+    fall_back,
     integers,
     row_pair,
     run,
@@ -134,10 +136,31 @@ def test_attributes_are_read_on_every_call() -> None:
 
 
 SWITCHED: dict[str, Callable[[Any, bool], Any]] = {  # reason -> what Megatron, or a user, switches on a built linear
-    "frozen weight": lambda linear, on: linear.weight.requires_grad_(not on),
-    "evaluation mode": lambda linear, on: linear.train(not on),
+    OFFLOADED: lambda linear, on: fall_back(linear, on),
     EXPERT: lambda linear, on: setattr(linear, "explicit_expert_comm", on),  # SharedExpertMLP
 }
+
+
+@pytest.mark.parametrize("x_trained", [True, False])
+@on_ranks
+def test_frozen_weights_and_evaluation_overlap(x_trained: bool) -> None:
+    """Calls with a gradient, without one, and in inference mode, also mixed."""
+    for pair, x in ((column_pair(), column_input()), (row_pair(), row_input())):
+        results = []
+        for linear in (pair.own, pair.overlapped):
+            linear.requires_grad_(False).eval()
+            leaf = x.clone().requires_grad_(x_trained)
+            y = linear(leaf)[0]
+            with torch.no_grad():
+                without = linear(leaf)[0]
+            with torch.inference_mode():
+                inferred = linear(leaf)[0].clone()
+            linear.weight.requires_grad_()
+            last = linear(leaf)[0]
+            (y + last if x_trained else last).backward(integers(*y.shape, seed=77))
+            results.append({"y": y, "no_grad": without, "inference": inferred, "x": leaf.grad, "w": linear.weight.grad})
+        assert_same(*results)
+        assert pair.counts == (4, {})
 
 
 @pytest.mark.parametrize("reason", SWITCHED)

@@ -73,5 +73,5 @@ def test_called_by_the_spec_flag() -> None:
     assert type(model.decoder.final_layernorm) is RMSNorm
     assert len(model.decoder.layers) == config.num_layers
     config.multi_latent_attention = True
-    with pytest.raises(ValueError, match=r"multi_latent_attention=True.*enable\(\)"):
+    with pytest.raises(ValueError, match=r"multi_latent_attention=True.*own spec"):
         gpt_block_spec(config)

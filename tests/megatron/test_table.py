@@ -17,6 +17,7 @@ from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import print_table, report
 from overlap_train.integrations.megatron.linears import overlapped_linears
 from overlap_train.integrations.megatron.table import LinearReport, Report
+from tests.megatron.linears import OFFLOADED, fall_back
 from tests.megatron.models import BATCH, LLAMA, SEQUENCE, Recipe, batches, forward_backward, gpt, train, wrap
 from tests.megatron.workers import Workers
 
@@ -71,12 +72,12 @@ def test_rank_zero_prints_one_table_in_the_first_training_step(workers: Workers)
     (before, table, *after), others = workers.call(steps)
     assert [before, *after] == [""] * 3 and others == [""] * 4
     summary, heading, rule, *rows, last_rule, row_linears, column_linears = table.splitlines()
-    assert summary == "overlap_train: 17 of 17 linears run our operators, 17 of them not overlapped (collective)"
+    assert summary == "overlap_train: 0 of 17 linears run our operators; the other 17: collective overlaps nothing"
     assert heading.split() == ["linear", "method", "calls", "reason"]
     assert set(rule) == {"-"} and rule == last_rule and len(rule) == max(map(len, rows)) <= 120
     names = ["self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2"]
     names = [*(f"decoder.layers.0-3.{name}" for name in names), "output_layer"]
-    calls = ["collective", "not overlapped 1, evaluation mode 1", "asked for"]
+    calls = ["collective", "not overlapped 2", "asked for"]
     assert [cells(line) for line in rows] == [[name, *calls] for name in names]
     assert row_linears == "proj, fc2: fprop GEMM + RS; dgrad AG(dy) + GEMM; wgrad GEMM with the gathered dy"
     assert column_linears == (
@@ -121,7 +122,7 @@ def pipelined() -> str:
     ("case", "layers", "calls"),
     [
         (recomputed, {"0-1": "chunked"}, {"overlapped 1", "overlapped 2"}),
-        (partly_frozen, {"0": "megatron", "1": "chunked"}, {"frozen weight 1", "overlapped 1"}),
+        (partly_frozen, {"0-1": "chunked"}, {"overlapped 1"}),
         (pipelined, {"0-1": "chunked"}, {"overlapped 3"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -145,32 +146,32 @@ def never_trained() -> list[str]:
 def test_a_run_without_training_prints_it_when_asked(workers: Workers) -> None:
     (silent, table, again), others = workers.call(never_trained)
     assert [silent, again] == [""] * 2 and others == [""] * 3
-    assert [row[1:] for row in rows_of(table)] == [["megatron", "evaluation mode 1", "evaluation mode"]] * 5
-    assert "fprop" not in table
+    assert [row[1:] for row in rows_of(table)] == [["chunked", "overlapped 1", "auto: not tuned: CPU tensors"]] * 5
 
 
 def counted() -> tuple[str, LinearReport, list[LinearReport]]:
     """The table after three steps and a validation; a linear whose calls all fell back; all after the memory is freed."""
     _, trained = train(replace(OVERLAPPED, microbatches=1), steps=3)
-    logits(trained.eval())
+    logits(fall_back(trained))
+    fall_back(trained, False)
     table = str(report(trained))
     model, x = gpt(OVERLAPPED), torch.zeros(SEQUENCE // 2, BATCH, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.output_layer(x)
     for _ in range(3):
-        model.output_layer.eval()(x)
+        fall_back(model.output_layer)(x)
     (fell_back,) = (linear for linear in report(model).linears if linear.slot == "output")
     shutdown()
     return table, fell_back, list(report(trained).linears)
 
 
 def test_calls_are_counted_by_path_and_reason(workers: Workers) -> None:
-    cast, evaluated = "autocast to torch.bfloat16 of torch.float32 tensors", "evaluation mode"
+    cast = "autocast to torch.bfloat16 of torch.float32 tensors"
     for table, row, freed in workers.call(counted):
-        assert {row[2] for row in rows_of(table)} == {"overlapped 3, evaluation mode 1"}
-        assert (row.fprop, row.dgrad, row.wgrad, row.method, row.reason) == ("-", "-", "-", "megatron", evaluated)
-        assert row.overlapped_calls == 0 and row.fallback_calls == ((cast, 1), (evaluated, 3))
-        assert row.calls == f"{cast} 1, {evaluated} 3"
+        assert {row[2] for row in rows_of(table)} == {f"overlapped 3, {OFFLOADED} 1"}
+        assert (row.fprop, row.dgrad, row.wgrad, row.method, row.reason) == ("-", "-", "-", "megatron", OFFLOADED)
+        assert row.overlapped_calls == 0 and row.fallback_calls == ((OFFLOADED, 3), (cast, 1))
+        assert row.calls == f"{OFFLOADED} 3, {cast} 1"
         assert {row.reason for row in freed} == {"symmetric memory has been freed (overlap_train.shutdown)"}
 
 

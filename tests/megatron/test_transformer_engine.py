@@ -9,7 +9,8 @@ from tests.processes import failed_checks, run_ranks, values
 
 NAMES = (
     "training_with_overlap_is_training_without",
-    "evaluation_is_transformer_engines_and_a_second_enable_changes_nothing",
+    "evaluation_overlaps_and_a_second_enable_changes_nothing",
+    "the_norms_output_comes_with_the_product_where_lora_asks_for_it",
     "the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too",
     "calls_that_fall_back_do_as_overlapped_ones",
     "what_cannot_overlap_stays_transformer_engines",

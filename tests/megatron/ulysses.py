@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron.table import counters
+from tests.megatron.linears import fall_back
 from tests.megatron.models import LLAMA, Recipe, batches, forward_backward, gpt, wrap
 
 
@@ -35,7 +36,7 @@ def error_of_two_kinds_of_call(model: GPTModel, alone: PackedSeqParams | None = 
     """Of the gradients of a step in which one micro-batch exchanges within the products and another does not: how far they are
     from the sum of both by themselves. main_grad is of the model's dtype.
 
-    alone: the other's, whose rows stay on their rank; None: its linears are in evaluation mode.
+    alone: the other's, whose rows stay on their rank; None: its linears fall back for another reason.
     """
     attention = model.decoder.layers[0].self_attention
     linears = attention.linear_qkv, attention.linear_proj
@@ -47,7 +48,7 @@ def error_of_two_kinds_of_call(model: GPTModel, alone: PackedSeqParams | None = 
         wrapper.zero_grad_buffer()
         for exchanges in calls:
             for linear in linears:
-                linear.train(exchanges or alone is not None)
+                fall_back(linear, not exchanges and alone is None)
             attention(x, None, packed_seq_params=None if exchanges else alone)[0].square().sum().backward()
         assert all(linear.weight.main_grad.dtype == dtype for linear in linears)
         return [linear.weight.main_grad.clone() for linear in linears]
