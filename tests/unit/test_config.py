@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 
 import pytest
 
@@ -82,11 +81,3 @@ def test_bad_values_are_named(settings: dict[str, object], message: str) -> None
 
 def test_by_a_method_nothing_is_tried() -> None:
     assert OverlapConfig(tune_steps=20).by("chunked") == OverlapConfig(method="chunked")
-
-
-def test_the_hash_does_not_travel() -> None:
-    """That of strings is another one in every process."""
-    config = OverlapConfig(method="chunked")
-    assert hash(config) == hash(config)
-    copy = pickle.loads(pickle.dumps(config))
-    assert copy == config and "_hash" not in vars(copy)

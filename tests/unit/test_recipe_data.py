@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import islice
 from math import log
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("megatron.core")
 
-from gpt.data import ADD_K, BLOCK, BYTES, VALIDATION_EVERY, batches, bigram_loss, read_samples
+from gpt.data import ADD_K, BLOCK, BYTES, VALIDATION_EVERY, bigram_loss, read_samples
 from gpt.program import RecipeError
 from gpt.settings import Settings
 
@@ -70,39 +68,6 @@ def test_a_text_that_cannot_be_used_is_refused_in_one_line(tmp_path: Path, conte
     with pytest.raises(RecipeError, match=words) as refusal:
         both(settings(path, BLOCK))
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-@pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("data_parallel_rank", "context_parallel_rank"):
-        monkeypatch.setattr(f"megatron.core.parallel_state.get_{name}", lambda: 0)
-    for name in ("data_parallel_world_size", "context_parallel_world_size"):
-        monkeypatch.setattr(f"megatron.core.parallel_state.get_{name}", lambda: 1)
-
-
-def starts(seed: int, count: int, is_trained: bool) -> tuple[list[int], list[float]]:
-    """The first bytes of so many batches of 20 samples 0.., 10.., 20.. , and whether they count."""
-    samples = np.lib.stride_tricks.sliding_window_view(np.arange(201, dtype=np.uint8), 11)[::10]
-    flags = replace(Settings(), seed=seed, seq_length=10, micro_batch_size=4)
-    found = list(islice(batches(samples, 0, flags, torch.device("cpu"), is_trained), count))
-    for batch in found:
-        assert (batch["labels"] == batch["tokens"] + 1).all() and batch["tokens"].shape == (4, 10)
-    tokens, counts = (torch.cat([batch[name][:, 0] for batch in found]).tolist() for name in ("tokens", "loss_mask"))
-    return tokens, counts
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_an_epoch_has_every_sample_once_in_an_order_of_its_own():
-    found, counts = starts(3, 10, is_trained=True)
-    assert sorted(found[:20]) == sorted(found[20:]) == list(range(0, 200, 10)) and counts == [1.0] * 40
-    assert found[:20] != found[20:] and found[:20] != sorted(found[:20])
-    assert found != starts(4, 10, is_trained=True)[0]
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_for_validation_samples_come_once_and_in_order():
-    found, counts = starts(3, 7, is_trained=False)
-    assert found[:20] == list(range(0, 200, 10)) and counts == [1.0] * 20 + [0.0] * 8
 
 
 @pytest.mark.parametrize(

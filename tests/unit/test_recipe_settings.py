@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpt.program import RecipeError
-from gpt.settings import MODELS, Settings, defaults, read_flags, resolve
+from gpt.settings import Settings, defaults, read_flags, resolve
 from overlap_train.flags import Parser, add_options, flag, option_fields
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +53,9 @@ def test_tp_is_all_that_context_parallelism_leaves():
 BROKEN: list[tuple[dict[str, Any], list[str]]] = [
     ({"tp": 3}, ["--tp 3", "2 ranks"]),
     ({"cp": 2, "seq_length": 126}, ["--seq-length 126", "multiple of 4", "--cp"]),
-    ({"cp": 2, "num_attention_heads": 1, "num_query_groups": 1}, ["--num-attention-heads 1", "--cp"]),
-    ({"num_attention_heads": 3}, ["--hidden-size 128", "even width"]),
     ({"num_query_groups": 3}, ["--num-attention-heads 8", "--num-query-groups"]),
     ({"num_query_groups": 1, "tp": 2}, ["--num-query-groups 1", "--tp"]),
     ({"ffn_hidden_size": 383}, ["--ffn-hidden-size 383", "--tp"]),
-    ({"seq_length": 127}, ["--seq-length 127", "--tp"]),
     ({"global_batch_size": 12}, ["--global-batch-size 12", "--micro-batch-size", "8"]),
 ]
 
@@ -75,14 +72,8 @@ def test_a_broken_rule_is_refused_in_one_line_that_names_flag_and_value(changes:
 WRONG = [
     ("--bogus", "--bogus"),
     ("--lr fast", "--lr: 'fast' is not a positive number"),
-    ("--lr nan", "--lr: 'nan' is not a positive number"),
-    ("--num-layers 0", "--num-layers: '0' is not a positive number"),
-    ("--seed -1", "--seed: '-1' is not a positive number or 0"),
-    ("--recompute half", "--recompute: invalid choice: 'half'"),
     ("--model gpt5", "--model gpt5 is not one of small, llama3-8b"),
     ("--overlap-train-timeout-s 5", "--overlap-train-timeout-s given without --overlap-train"),
-    ("--overlap-train --overlap-train-timeout-s -1", "timeout_s=-1.0 must be a positive"),
-    ("--overlap-train --overlap-train-slots qkv,q", "'q' is not one of qkv, proj"),
     ("--overlap-train --overlap-train-method fused", "--overlap-train-method fused needs GPUs"),
     ("--overlap-train --tp 1", "nothing to overlap"),
     ("--save-interval 5", "--save-interval 5 without --save"),
@@ -98,11 +89,6 @@ def test_a_wrong_flag_is_refused_in_one_line(line: str, words: str):
     with pytest.raises(RecipeError) as refusal:
         read_flags(line.split(), None, 2, on_gpu=False)
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(("steps", "asked", "warm_up"), [(20, 30, 5), (400, 30, 30), (1, 1, 0), (20, 0, 0)])
-def test_a_warm_up_that_does_not_fit_is_shortened(steps: int, asked: int, warm_up: int) -> None:
-    assert resolve(replace(Settings(), train_iters=steps, lr_warmup_iters=asked), 2).lr_warmup_iters == warm_up
 
 
 # What Megatron-LM's num_floating_point_operations (core 0.19.2) returned for 3 samples of 8192 tokens.
@@ -123,20 +109,3 @@ def test_a_published_model_has_its_flops_and_obeys_the_rules(model: str) -> None
     assert step_flops(settings) == PUBLISHED[model]
     for tp in (2, 4, 8):
         assert resolve(defaults(True, model), tp) == replace(defaults(True, model), tp=tp)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_the_embedding_holds_the_vocabulary_and_divides_over_the_ranks(model: str) -> None:
-    for tp in (1, 2, 3, 8):
-        settings = replace(defaults(True, model), tp=tp)
-        assert settings.vocabulary_rows >= settings.vocab_size and settings.vocabulary_rows % tp == 0
-
-
-def test_a_published_model_keeps_what_has_no_flag() -> None:
-    settings, _ = read_flags(["--model", "qwen3-32b", "--num-layers", "2", "--hidden-size", "64"], None, 2, on_gpu=True)
-    assert (settings.num_layers, settings.hidden_size, settings.kv_channels, settings.vocab_size) == (
-        2,
-        64,
-        128,
-        151936,
-    )
