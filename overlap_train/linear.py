@@ -234,7 +234,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def weight_gradient_of(ctx: Any) -> WeightGradient:
     """That of a linear's backward, whose second input is the weight."""
-    return WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, node=ctx.next_functions[1][0])
+    return WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx)
 
 
 class _AllGatherLinear(torch.autograd.Function):

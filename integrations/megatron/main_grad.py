@@ -103,9 +103,8 @@ class _IntoMainGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         weight = ctx.weight
-        node = ctx.next_functions[0][0]
-        if is_watched(weight) or not is_accumulated(node):
-            unmark(weight, node)
+        if is_watched(weight) or not is_accumulated(ctx, 0):
+            unmark(weight, ctx, 0)
             return grad
         weight.main_grad.add_(grad)
         weight.grad_added_to_main_grad = True

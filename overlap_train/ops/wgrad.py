@@ -12,6 +12,7 @@ torch.autograd.grad, it is returned, and the mark taken away: data parallelism t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -22,13 +23,13 @@ class WeightGradient:
 
     Several parts are summed in fp32 for a 16-bit main_grad, too, so that it is rounded once and not by each part.
 
-    node: of autograd, that takes the gradient of the weight; None: not known.
+    ctx: of the autograd function, whose second input is the weight; None: not known.
     """
 
-    def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1, node: object = None) -> None:
+    def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None) -> None:
         self._weight, target = weight, getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
-        self._node = node
-        if target is not None and (is_watched(weight) or not is_accumulated(node)):
+        self._ctx = ctx
+        if target is not None and (is_watched(weight) or not is_accumulated(ctx, 1)):
             target = None
         self._target = target
         self._dw: torch.Tensor | None = None
@@ -47,7 +48,7 @@ class WeightGradient:
     def result(self) -> torch.Tensor | None:
         """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
         if self._target is None:
-            unmark(self._weight, self._node)
+            unmark(self._weight, self._ctx, 1)
             return None if self._dw is None else self._dw.to(self._weight.dtype)
         if self._dw is not None:
             self._target.add_(self._dw)
@@ -63,19 +64,18 @@ def is_watched(weight: torch.Tensor) -> bool:
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def unmark(weight: torch.Tensor, node: object) -> None:
+def unmark(weight: torch.Tensor, ctx: Any, number: int) -> None:
     """Let data parallelism add what autograd returns for a weight, also after a call of the same step that has added its own.
-    node: see WeightGradient."""
-    if getattr(weight, "grad_added_to_main_grad", False) and is_accumulated(node):
+    ctx, number: see is_accumulated."""
+    if getattr(weight, "grad_added_to_main_grad", False) and is_accumulated(ctx, number):
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
 
-def is_accumulated(node: object) -> bool:
-    """Whether backward adds to the gradient of a weight, whose node of autograd this is; False: torch.autograd.grad takes it."""
-    if node is None:
-        return True
+def is_accumulated(ctx: Any, number: int) -> bool:
+    """Whether backward adds to the gradient of input `number` of an autograd function; False: torch.autograd.grad takes it, or
+    nobody. ctx: of its backward; None: not known."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return ctx is None or bool(torch._C._will_engine_execute_node(ctx.next_functions[number][0]))
     except RuntimeError:  # what torch says of a leaf whose gradient is taken
         return False
 

@@ -142,7 +142,7 @@ class Turn(NamedTuple):
 class Linear:
     """One call of a Ulysses linear. weight: the parameter [N, K]. w: what is multiplied, the weight or, with `copies`, rows of it
     [N', K]. copies: int64 [N'], which row of the weight each row of w is. batch: rows of one position. turn: the call is timed as
-    a whole, because parts, whose exchanges run beside each other's products, have no times of their own. node: see
+    a whole, because parts, whose exchanges run beside each other's products, have no times of their own. ctx: see
     WeightGradient."""
 
     parts: tuple[Part, ...]
@@ -151,7 +151,7 @@ class Linear:
     copies: torch.Tensor | None
     batch: int
     turn: Turn | None = None
-    node: object = None
+    ctx: Any = None
 
     @property
     def keeps(self) -> bool:
@@ -170,7 +170,7 @@ class Linear:
     def multiplying(self, w: torch.Tensor, ctx: Any) -> Self:
         """This call in a backward, whose second input was the weight. w: as autograd has kept it: hooks on saved tensors
         (checkpointing) give back another object."""
-        return replace(self, w=w, node=ctx.next_functions[1][0])
+        return replace(self, w=w, ctx=ctx)
 
     def rows(self, x: torch.Tensor, part: Part) -> torch.Tensor:
         """Those of a part of a shard x [positions * batch, C]."""
@@ -179,7 +179,7 @@ class Linear:
     def gradient(self) -> WeightGradient:
         first = self.parts[0]
         multiplies = first.over_tp or first.exchange
-        return WeightGradient(self.weight, multiplies.plan.config.main_grad, len(self.parts), self.node)
+        return WeightGradient(self.weight, multiplies.plan.config.main_grad, len(self.parts), self.ctx)
 
     def to_heads(self, x: torch.Tensor, y: Rows) -> torch.Tensor:
         """y = all_to_all(x [M/W, K] @ w.T). Returns what the weight gradient needs of x: x."""

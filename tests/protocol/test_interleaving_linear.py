@@ -28,8 +28,7 @@ class Context(SimpleNamespace):
     """What `torch.autograd.Function` passes as ctx; `wants_dx`: whether the input needs a gradient."""
 
     def __init__(self, wants_dx: bool) -> None:
-        nodes = ((None, 0),) * 3  # of autograd: none is known here
-        super().__init__(needs_input_grad=(wants_dx, True, False), next_functions=nodes)
+        super().__init__(needs_input_grad=(wants_dx, True, False))
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         self.saved_tensors = tensors
