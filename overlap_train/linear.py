@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,13 +41,27 @@ from .ops.wgrad import WeightGradient
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`. Its half in Python looks for torch.func's wrappers in every argument, which takes 2.4 of 7 microseconds.
-    Inside of torch.func's transforms it refuses the function by name; outside of them its half in C++ does all the work."""
+    Inside of torch.func's transforms calls are refused (plan_cache.py); outside of them its half in C++ does the work."""
     in_c: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*arguments: Any) -> Any:
-        return (function.apply if torch._C._are_functorch_transforms_active() else in_c)(*arguments)
+        if torch._C._len_torch_dispatch_stack():
+            with _as_a_whole():
+                return in_c(*arguments)
+        return in_c(*arguments)
 
     return apply
+
+
+def _as_a_whole() -> AbstractContextManager[Any]:
+    """Bracket of an operator under selective activation checkpointing, which recomputes it as a whole. By the names of operations
+    it would save products that lie in memory of ours, and which are overwritten by then."""
+    from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    selective = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    saves = any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+    return _disable_current_modes() if saves else nullcontext()
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

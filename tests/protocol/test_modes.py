@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from overlap_train import (
     OverlapConfig,
@@ -256,6 +258,26 @@ def _tensors_that_are_not_plain(rank: int, world: int) -> None:
     assert (call(x, w.to_local()) == 8).all()
 
 
+def _selective_checkpointing(rank: int, world: int) -> None:
+    """By the names of operations: an operator is recomputed as a whole."""
+    save = [torch.ops.aten.mm.default, torch.ops.aten.mm.out]
+
+    def policy(ctx: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    for method in ("chunked", "collective"):
+        case = _case(method)
+        for operator, x, w in _all(case):
+
+            def call(x: torch.Tensor, w: torch.Tensor, operator: Operator = operator) -> torch.Tensor:
+                return operator(x, w, group=case.group, config=case.config).square().sum()  # noqa: B023
+
+            expected = torch.autograd.grad(call(x, w), (x, w))
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            loss = torch.utils.checkpoint.checkpoint(call, x, w, use_reentrant=False, context_fn=contexts)
+            assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
+
+
 def _any_default_device(rank: int, world: int) -> None:
     torch.set_default_device("meta")
     x, w = torch.ones(4, 8, device="cpu", requires_grad=True), torch.ones(8, 8, device="cpu")
@@ -291,7 +313,7 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
         _after_memory_ran_out, _backward_after_shutdown, _shutdown_in_an_operator, _inference_first, _inference_in_parts,
         _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients, _tensors_that_are_not_plain,
-        _any_default_device, _settings_of_one_rank,
+        _any_default_device, _settings_of_one_rank, _selective_checkpointing,
     ],
     ids=lambda body: body.__name__.strip("_"),
 )  # fmt: skip
