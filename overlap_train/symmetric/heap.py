@@ -1,10 +1,21 @@
-"""What every provider of symmetric memory returns."""
+"""Symmetric memory: every rank of a group allocates the same bytes and sees every peer's.
+
+Three providers of one kind of heap. Allocation is collective over the group; freeing is too where the provider needs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+
+from .agreement import Agreement, on_all_ranks
+
+if TYPE_CHECKING:
+    from .host import Offer
 
 
 class SymmetricHeap:
@@ -29,3 +40,76 @@ class SymmetricHeap:
         free, self._free = self._free, lambda: None  # it holds memory, too
         self._views, self._keeps = [], None
         free()
+
+
+def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
+    """Allocate a heap collectively over the agreement's group.
+
+    Args:
+        provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
+            world is not taken by another group, else torch.
+
+    Raises:
+        RuntimeError: the provider cannot serve the device of a rank, is not installed there, or does not start, or the rank
+            could not allocate or map; on every rank that does not wait inside a library, naming it.
+        OverlapTimeoutError: a rank did not come.
+        OverlapMismatchError: ranks came to different providers, or are in different calls.
+    """
+    choose = partial(resolve_provider, agreement.group, provider, device)
+    chosen = on_all_ranks(choose, agreement, "overlap_train: choose the provider of symmetric memory")
+    return heap_by(chosen, agreement, nbytes, device)
+
+
+def heap_by(
+    provider: str,
+    agreement: Agreement,
+    nbytes: int,
+    device: torch.device,
+    ranks: range | None = None,
+    carries: bool = False,
+    offer: Offer | None = None,
+) -> SymmetricHeap:
+    """`open_heap` by a provider that all ranks have agreed on.
+
+    Args:
+        ranks: of this rank's node, where the group has several: only their memory is mapped.
+        carries: whether NVSHMEM also carries data between nodes. Its world then is the whole group.
+        offer: of memory on the CPU, exchanged before.
+    """
+    if provider == "host":
+        from .host import open_host_heap
+
+        return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size), offer)
+    if provider == "nvshmem" and (carries or ranks is None or len(ranks) > 1):
+        from .nvshmem import open_nvshmem_heap
+
+        return open_nvshmem_heap(agreement, nbytes, device, ranks, carries)
+    from .torch_symm import open_torch_heap
+
+    return open_torch_heap(agreement, nbytes, device, ranks)
+
+
+def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
+    """The provider that `auto` stands for here; a named one is checked against the device and what is installed.
+
+    Args:
+        ranks: see heap_by.
+
+    Raises:
+        ValueError: the provider cannot serve this device, or is not installed.
+    """
+    on_gpu = device.type == "cuda"
+    if provider == "auto" and not on_gpu:
+        return "host"
+    from .nvshmem import can_serve, is_installed
+
+    if provider == "auto":
+        return "nvshmem" if can_serve(group, ranks) else "torch"
+    if on_gpu == (provider == "host"):
+        rule = "host serves CPU tensors only" if on_gpu else "nvshmem and torch serve CUDA tensors only"
+        raise ValueError(f"provider={provider!r} with tensors on {device}: {rule}; use provider='auto'")
+    if provider == "nvshmem" and not is_installed():
+        raise ValueError(
+            "provider='nvshmem': nvshmem4py is not installed; pip install nvshmem4py-cu13 cuda-core, or use provider='auto'"
+        )
+    return provider
