@@ -25,10 +25,6 @@ def test_bitwise_trains_the_overlapped_variant_twice() -> None:
     assert plan("--bitwise --variants megatron,fused --repeat fused").repeat == ("fused",)
 
 
-def test_a_method_can_be_a_variant() -> None:
-    assert plan("--variants megatron,fused,chunked").names == ("megatron", "fused", "chunked")
-
-
 def test_graphs_are_variants_that_must_be_asked_for() -> None:
     asked = plan("--variants megatron,overlap_graph,megatron_graph --repeat overlap_graph")
     assert asked.names == ("megatron", "overlap_graph", "megatron_graph", "overlap_graph" + AGAIN)
@@ -51,13 +47,6 @@ def test_what_others_are_compared_with() -> None:
     assert baseline_of(["megatron", "overlap_graph"], "overlap_graph") is None
     assert baseline_of(["nccl_graph", "megatron_graph", "megatron"], "overlap_graph again") == "megatron_graph"
     assert baseline_of(["nccl", "overlap_graph", "nccl_graph"], "overlap_graph") == "nccl_graph"
-
-
-def test_fusion_on_both_sides_is_a_setting_of_all_variants() -> None:
-    assert [
-        settings_for(plan(f"--weight-gradient-fusion {who}"), 0, 4).gradient_accumulation_fusion
-        for who in ("ours", "both")
-    ] == [False, True]
 
 
 WRONG = [

@@ -12,7 +12,6 @@ import pytest
 
 from gpt.program import RecipeError
 from gpt.settings import Settings, defaults, read_flags, resolve
-from overlap_train.flags import Parser, add_options, flag, option_fields
 
 ROOT = Path(__file__).parents[2]
 # torchrun ... --nproc-per-node RANKS recipes/pretrain_gpt.py FLAGS, in one node
@@ -23,13 +22,6 @@ def commands_of_pages() -> list[tuple[int, str]]:
     """Ranks and flags of each command that starts the recipe on a page."""
     pages = "\n".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
     return [(int(ranks), flags) for ranks, flags in STARTED.findall(pages.replace("\\\n", ""))]
-
-
-def test_help_names_every_flag():
-    text = add_options(Parser("test"), Settings()).format_help()
-    for option in option_fields(Settings):
-        assert flag(option.name) in text
-    assert f"(default: {Settings().train_iters})" in text
 
 
 @pytest.mark.parametrize(("ranks", "flags"), commands_of_pages())
@@ -44,10 +36,6 @@ def test_commands_of_the_pages_obey_the_rules(ranks: int, flags: str):
 )
 def test_the_defaults_are_tensor_parallel_over_all_ranks(ranks: int, on_gpu: bool, found: int):
     assert resolve(defaults(on_gpu), ranks).tp == found
-
-
-def test_tp_is_all_that_context_parallelism_leaves():
-    assert resolve(replace(Settings(), cp=2), 4).tp == 2
 
 
 BROKEN: list[tuple[dict[str, Any], list[str]]] = [
