@@ -163,6 +163,7 @@ class FaultRecord:
         self.begun = 0  # operators of this rank
         self.took_back = True  # what it has told of an error before an operator had begun
         self._warned = 0  # the word of the last wait of which a warning was given
+        self._doubted = 0  # the word of the wait that the last look found hopeless
         self.looks: list[Callable[[], None]] = []  # for faults that no wait finds; called twice a second, by a thread
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
@@ -210,9 +211,13 @@ class FaultRecord:
             self.agreement.peers.tell(error, call, RAISED if self.error is None else FAILED, begun)
 
     def late(self, peer: int, chunk: int, expected: int, waited: float) -> None:
-        """Raise if the peer for which this rank waits will not come; warn once if it is late. Called again and again."""
+        """Raise if the peer for which this rank waits will not come; warn once if it is late. Called again and again.
+
+        Not at the first sign of it: what the peer sent last, before it ended, may just be arriving, and then ends the wait.
+        """
         error = self._hopeless(peer, expected) or self._elsewhere(peer, expected)
-        if error is not None:
+        before, self._doubted = self._doubted, 0 if error is None else expected
+        if error is not None and before == expected:
             self.keep(error)
         if waited < warn_after(self._timeout_s):
             return
