@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..config import flag_name
+from ..select.table import installed
 from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
 from ..symmetric.host import Offer
 from .domain import OverlapDomain, barrier
@@ -239,7 +239,11 @@ def _terms(domain: OverlapDomain, request: Request) -> tuple[dict[str, object], 
     terms: dict[str, object] = {
         name: getattr(domain.config, name) for name in ("symmetric_mib", "exchange_mib", "timeout_s")
     }
-    terms |= {"overlap_train": __version__, "torch": torch.__version__, "captured in a CUDA graph": domain.captured}
+    terms |= {
+        "overlap_train": installed("overlap-train"),
+        "torch": torch.__version__,
+        "captured in a CUDA graph": domain.captured,
+    }
     if not request.shares_memory:
         return terms, None
     try:
