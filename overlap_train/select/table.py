@@ -23,6 +23,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def key_of(device: torch.device, world: int, nodes: int = 1, network: str = "aut
     return Key(gpu, *versions, world, **reach_of(nodes).key_fields(device, network))
 
 
+@cache
 def installed(package: str) -> str | None:
     """The version of a package; None where it is not installed."""
     try:

@@ -182,12 +182,16 @@ def main(arguments: list[str]) -> int:
 
 
 def record(told: Timeline) -> int:
-    """Record a timeline."""
+    """Record a timeline. Raises ValueError where there are no GPUs."""
     if told.what == timeline.NODES:
         world.pretend_nodes(told.node_ranks or 1)
     elif told.node_ranks:
         flags = f"{shown(told, 'node_ranks')} with {shown(told, 'what')}"
         raise ValueError(f"{flags}: only --what nodes has nodes; leave it out")
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
+        )
     here = world.join(f"{world.START} bench timeline")
     timeline.record(Path(told.out), told.what, told.node_ranks or 1, here)
     return 0

@@ -34,15 +34,7 @@ Calls = dict[str, Callable[[], Any]]  # by "operator method"
 
 
 def record(out: Path, what: str, node_ranks: int, here: World) -> None:
-    """Profile forward calls of `what` by each method; rank 0 writes its own view. node_ranks: ranks of each node, of `nodes`.
-
-    Raises:
-        ValueError: there are no GPUs.
-    """
-    if here.device.type != "cuda":
-        raise ValueError(
-            "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
-        )
+    """Profile forward calls of `what` by each method; rank 0 writes its own view. node_ranks: ranks of each node, of `nodes`."""
     shape: dict[str, Any] = {"world": here.size, "dtype": "bfloat16"}
     if what == "ulysses":
         calls, shape = _ulysses(here), shape | {"model": MODEL, "tokens": M}
