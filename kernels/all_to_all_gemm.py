@@ -50,9 +50,8 @@ def all_to_all_gemm_kernel(
             if source != rank:
                 word = signal_word(source, chunk)
                 arrived = wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
-                arrived = arrived & (
-                    tl.load(abort_ptr, volatile=True) == 0
-                )  # a barrier before this call may have failed
+                # A barrier before this call may have failed.
+                arrived = arrived & (tl.load(abort_ptr, volatile=True) == 0)
                 acc = tl.where(arrived, acc, float("nan"))
                 block_ptr = received_ptr
             rows_ptr = block_ptr + (source.to(tl.int64) * m_shard + first_row) * k

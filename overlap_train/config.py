@@ -92,8 +92,8 @@ class OverlapConfig:
     )
     timeout_s: float = _setting(
         600.0,
-        "longest wait for a peer before OverlapTimeoutError, in seconds (while a library connects ranks, at least 120); after a "
-        "tenth of it a warning names the late rank",
+        "longest wait for a peer before OverlapTimeoutError, in seconds (while a library connects ranks, at least 120); after "
+        "10 s, or a tenth of it, a warning names the late rank",
         rule=_SECONDS,
     )
     node_ranks: int = _setting(

@@ -71,8 +71,7 @@ class OperatorScope:
         if not domain.in_use.acquire(False):
             raise _another_thread(self._tag.op)
         fault.begun += 1
-        if not fault.took_back:
-            fault.took_back = True
+        if domain.agreement.peers.takes_back:
             domain.agreement.peers.go_on()
         try:
             domain.engine.begin()

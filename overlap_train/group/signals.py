@@ -161,10 +161,11 @@ class FaultRecord:
         self.error: OverlapTimeoutError | OverlapMismatchError | None = None
         self.agreement: Agreement | None = None  # with the peers; set by the domain
         self.begun = 0  # operators of this rank
-        self.took_back = True  # what it has told of an error before an operator had begun
         self._warned = 0  # the word of the last wait of which a warning was given
         self._doubted = 0  # the word of the wait that the last look found hopeless
-        self.looks: list[Callable[[], None]] = []  # for faults that no wait finds; called twice a second, by a thread
+        self.looks: list[
+            Callable[[], None]
+        ] = []  # for faults that no wait finds; a thread calls them every LOOK_S seconds
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
             threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
@@ -207,7 +208,6 @@ class FaultRecord:
     def tell(self, error: BaseException, call: str, begun: bool = True) -> None:
         """Let the peers hear of an error in an operator of this rank. begun: False while ranks are still to agree on it."""
         if self.agreement is not None:
-            self.took_back = begun
             self.agreement.peers.tell(error, call, RAISED if self.error is None else FAILED, begun)
 
     def late(self, peer: int, chunk: int, expected: int, waited: float) -> None:

@@ -48,9 +48,8 @@ class NcclExchange:
         """Whether so many seconds have passed since it could start. Asked of the oldest exchange alone: before, the one in front
         of it ran. What the stream had to do before takes as long as it takes, and no rail peer is late for it."""
         if self._began is None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # of CUDA, which is reported to whoever synchronises; it counts as begun
+            # CUDA's errors are reported to whoever synchronises; with one the exchange counts as begun.
+            with contextlib.suppress(RuntimeError):
                 if not self._ready.query():
                     return False
             self._began = time.monotonic()

@@ -231,11 +231,8 @@ class PlanCache:
             return known.setdefault(layout, planned)
         problem = error or self._other_table(config) or error_here(planned.plan, domain)
         operator, _, *rest, given, tries = key
-        here = (
-            *rest,
-            None if given is None else config.agreed,
-            tries,
-        )  # what is this rank's alone is not asked of others
+        # What is this rank's alone is not asked of others.
+        here = (*rest, None if given is None else config.agreed, tries)
         these_rows, any_rows = (operator, x.shape, *here), (operator, x.dim(), x.shape[-1:], *here)
         fits = self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain)
         if fits or self.agreed.get(these_rows) or self.before.get(key) == planned.request:

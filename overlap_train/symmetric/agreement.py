@@ -48,9 +48,8 @@ class Agreement:
     """
 
     called = "the group"
-    is_idle: Callable[[], bool] = staticmethod(
-        lambda: True
-    )  # whether all that this rank has enqueued on its device is done
+    # Whether all that this rank has enqueued on its device is done.
+    is_idle: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
         self.group, self.timeout_s, self.call_s = group, timeout_s, call_s

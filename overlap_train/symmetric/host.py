@@ -9,12 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from .agreement import Agreement, on_all_ranks
 from .heap import SymmetricHeap
+from .peers import machine
 
 _OPEN = "overlap_train: open shared memory"
 
@@ -88,7 +88,9 @@ def _shared(agreement: Agreement, nbytes: int, ranks_of: Callable[[list[str]], S
 
 def _machine() -> str:
     """Which system these processes see each other in."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    if not machine():
+        raise OSError("/proc does not tell which machine this is")
+    return machine()
 
 
 def _map(pid: int, number: int, nbytes: int) -> torch.Tensor:

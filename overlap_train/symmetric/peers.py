@@ -39,7 +39,8 @@ class OverlapMismatchError(RuntimeError):
 
 
 class OverlapPeerError(OverlapTimeoutError):
-    """A rank of the group has raised, or its process has ended, so that the others need not wait for it. The text names both."""
+    """A rank of the group has raised, or its process has ended, so that the others need not wait for it. The text names the rank,
+    and quotes its error."""
 
 
 def answer(ask: Callable[[], T], limit_s: float) -> T:
@@ -177,9 +178,8 @@ class Peers:
             self._store.set(f"failure/{self.rank}", pickle.dumps(failure))
             self._store.add("failures", 1)
 
-        with contextlib.suppress(
-            TimeoutError, RuntimeError, ConnectionError
-        ):  # the store is gone; peers notice that, too
+        # Where the store is gone, peers notice that, too.
+        with contextlib.suppress(TimeoutError, RuntimeError, ConnectionError):
             answer(send, _ANSWER_S)
 
     def error(

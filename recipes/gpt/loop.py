@@ -39,9 +39,8 @@ def run(settings: Settings, overlap: OverlapConfig | None) -> None:
     try:
         train(trainer, train_on, first, device)
         conclude(trainer, train_on, validate_on, device)
-    except (
-        RecipeError
-    ):  # not after an OverlapTimeoutError: without the peer, waiting for the device could last for ever
+    # Not after an OverlapTimeoutError: without the peer, waiting for the device could last for ever.
+    except RecipeError:
         trainer.release()
         raise
     trainer.release()

@@ -70,9 +70,8 @@ def _cases(rank: int, world: int, noise: bool) -> Iterator[Case]:
         group, on_nodes = dist.new_group(), {} if nodes == 1 else {"node_ranks": world // nodes}
         where = f"{world} ranks" + f", {nodes} nodes" * (nodes > 1)
         for dtype_name, dtype in DTYPES.items():
-            of_kernels = (
-                () if dtype == torch.bfloat16 else INTERPRETED
-            )  # whose bf16 products the interpreter gets wrong
+            # Whose bf16 products the interpreter gets wrong.
+            of_kernels = () if dtype == torch.bfloat16 else INTERPRETED
             for method in (*LIBRARY, *(of_kernels if nodes == 1 else of_kernels[:1])):
                 config = OverlapConfig(method=method, timeout_s=60, **on_nodes)
                 name = f"{where}, {dtype_name}, {method}"

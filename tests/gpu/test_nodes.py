@@ -73,9 +73,8 @@ def test_every_shape_is_exact(nodes: Case, operator: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_every_number_of_chunks_that_the_tuner_may_find_is_exact(nodes: Case, chunks: int) -> None:
-    with mock.patch.object(
-        nodes_plan, "network_chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)
-    ):  # as if it had been measured as the fastest
+    # As if it had been measured as the fastest.
+    with mock.patch.object(nodes_plan, "network_chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
         for seed, (rows, k, n) in enumerate((SHAPES | LARGE).values()):
             for operator in ("column", "row", "to_heads", "to_rows"):
                 OPERATORS[operator](replace(nodes, dtype=torch.bfloat16), rows, k, n, seed=seed)

@@ -190,9 +190,8 @@ def test_replays_of_parts_are_right(case: Case) -> None:
     forget_graphs(case.group)
 
 
-@pytest.mark.parametrize(
-    "documents", [1, 3]
-)  # several: where their rows lie is found on the GPU, and not sent from the CPU
+# Several: where their rows lie is found on the GPU, and not sent from the CPU.
+@pytest.mark.parametrize("documents", [1, 3])
 @pytest.mark.parametrize("method", ["fused", "direct", "chunked"])
 def test_replays_of_a_block_are_right(case: Case, documents: int) -> None:
     starts = tuple(part * case.world for part in ((0, 128, 160, 512) if documents == 3 else ()))

@@ -106,9 +106,8 @@ def test_a_missing_megatron_is_one_line_with_the_way_to_install_it(
 ):
     script_file = tmp_path / "user.py"
     script_file.write_text(f"import {missing}\n")
-    monkeypatch.setattr(
-        script, "after_import", lambda actions: contextlib.nullcontext()
-    )  # this process keeps its Megatron
+    # This process keeps its Megatron.
+    monkeypatch.setattr(script, "after_import", lambda actions: contextlib.nullcontext())
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setitem(sys.modules, missing, None)

@@ -53,9 +53,8 @@ class Run:
 
 def launch(server: ScriptServer, folder: Path, *flags: str) -> Run:
     """Train the small model under our launcher."""
-    if (
-        "--overlap-train" not in flags
-    ):  # there Megatron refuses the fusion that it turns on by default, for want of Apex
+    # There Megatron refuses the fusion that it turns on by default, for want of Apex.
+    if "--overlap-train" not in flags:
         flags = (*flags, "--no-gradient-accumulation-fusion")
     program = ("-m", "overlap_train.integrations.megatron", str(SCRIPT))
     written = folder / "written.json"

@@ -96,9 +96,8 @@ class Simulation:
         scheduler.patch(core("ops.low_latency"), "_PART", WORDS_AT_ONCE)
         scheduler.patch(core("group.copy_engine"), "poll", _poll_under(scheduler))
         scheduler.patch(core("group.waits"), "wait_for_word", _wait_under(scheduler))
-        scheduler.patch(
-            core("kernels.signal"), "clock", lambda spins, TIMED: spins
-        )  # the interpreter has no device clock
+        # The interpreter has no device clock.
+        scheduler.patch(core("kernels.signal"), "clock", lambda spins, TIMED: spins)
         if scheduler.host_fault is not None:
             scheduler.during_run(_FaultyOperations(scheduler))
         scheduler.patch(torch.Tensor, "new_empty", _allocating(scheduler, self.memory))

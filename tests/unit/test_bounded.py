@@ -72,9 +72,8 @@ def test_another_process_with_the_number_of_one_that_is_gone_is_left_alone() -> 
         assert other.returncode == 0
 
 
-@pytest.mark.parametrize(
-    "python", [None, "", "/no/such/python"]
-)  # as where a program embeds Python, or has lost its own
+# As where a program embeds Python, or has lost its own.
+@pytest.mark.parametrize("python", [None, "", "/no/such/python"])
 def test_a_call_that_nobody_can_watch_goes_on_with_a_warning(
     python: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

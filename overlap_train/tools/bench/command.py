@@ -200,9 +200,8 @@ def record(told: Timeline) -> int:
 def benchmark(name: str, bench: Bench) -> int:
     """Join the ranks, measure, write and print. name: the subcommand."""
     if name == "layers":
-        os.environ.setdefault(
-            "CUDA_DEVICE_MAX_CONNECTIONS", "1"
-        )  # as Megatron-Core needs; read when CUDA starts, below
+        # As Megatron-Core needs; read when CUDA starts, below.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if bench.node_ranks:
         world.pretend_nodes(bench.node_ranks)
     here = world.join(f"{world.START} bench {name}")
