@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from gpt.lora import add_adapters
 from gpt.program import refused_by_rule
 from gpt.settings import SHAPE, SMALL, Settings
 from overlap_train import OverlapConfig
@@ -79,7 +80,10 @@ def build_model(
             position_embedding_type="rope",
             rotary_base=settings.rotary_base,
             share_embeddings_and_output_weights=False,
-        ).to(device)
+        )
+        if settings.lora:
+            add_adapters(model, settings.lora)
+        model.to(device)
         if overlap is not None:
             enable(model, overlap)
     return model

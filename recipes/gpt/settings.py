@@ -50,6 +50,9 @@ class Settings:
     recompute: str = option(
         "none", "again in backward: nothing, the core attention, or whole layers", choices=RECOMPUTE
     )
+    lora: int = _count(
+        0, "features of low-rank adapters around linears whose weights stay frozen; 0: train the weights"
+    )
     cuda_graph: int = _count(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
     deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
     seed: int = _count(1234, "seed of weights, data order and sample")
@@ -175,6 +178,9 @@ def _problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) ->
         return f"{shown(settings, 'model')}: the host reads how many tokens an expert gets, so leave out --cuda-graph"
     if overlap is not None and settings.tp * settings.cp == 1 and overlap.on_unsupported == "error":
         return "--overlap-train with --tp 1 and --cp 1: there is nothing to overlap; start more ranks, or leave it out"
+    if settings.lora and (settings.recompute == "full" or settings.num_moe_experts):
+        part = shown(settings, "model") if settings.num_moe_experts else shown(settings, "recompute")
+        return f"{shown(settings, 'lora')} with {part}: adapters are for dense layers that are not recomputed whole"
     needs_gpus = {
         "--cuda-graph": settings.cuda_graph,
         shown(settings, "model"): settings.model != SMALL,

@@ -97,7 +97,7 @@ class _Alone(torch.autograd.Function):
         return wholes.of(x) @ w.t() if is_column else (x @ w.t())[: len(x) // wholes.ranks]
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (x,), w, (wholes, is_column) = ctx.saved_tensors, ctx.weight, ctx.given
         rows = len(x)
         if is_column:
@@ -105,6 +105,8 @@ class _Alone(torch.autograd.Function):
         else:
             dy = wholes.of(dy)
         dx = (dy @ w)[:rows]
+        if not ctx.needs_input_grad[1]:  # frozen
+            return dx, None, None
         if not wholes.adds_in_place:
             return dx, dy.t() @ x, None
         import fused_weight_gradient_mlp_cuda  # Apex's, or ours in its place: provide_accumulation_fusion

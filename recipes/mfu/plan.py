@@ -10,7 +10,16 @@ from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
 from overlap_train import OverlapConfig
 from overlap_train.config import METHODS
-from overlap_train.flags import Parser, add_flags, add_options, from_args, option, positive_int, read_config
+from overlap_train.flags import (
+    Parser,
+    add_flags,
+    add_options,
+    from_args,
+    option,
+    positive_int,
+    positive_int_or_0,
+    read_config,
+)
 
 WARM_UP_STEPS = 3
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
@@ -35,6 +44,7 @@ VARIANTS = {
     "overlap_graph": "overlap_train, CUDA graph",
 }
 DEFAULTS = ("megatron", "overlap", "async_tp")
+LORA_DEFAULTS = ("megatron", "overlap")
 ULYSSES_DEFAULTS = ("nccl", "chunked", "fused", "direct", "overlap")
 USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
 # what has no context parallelism, and what to take instead
@@ -66,6 +76,9 @@ class Plan:
     seq_length: int = option(8192, "tokens in a sample", parse=positive_int)
     tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
     cp: int = option(1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int)
+    lora: int = option(
+        0, "features of low-rank adapters around frozen linears; 0: train the weights", parse=positive_int_or_0
+    )
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank", parse=positive_int)
     global_batch_size: int = option(0, "samples of one step; 0: one micro-batch for each data-parallel replica")
     steps: int = option(30, "timed steps of each variant", parse=positive_int)
@@ -73,7 +86,8 @@ class Plan:
     loss_steps: int = option(0, "train every variant for at least so many steps, timed or not")
     variants: tuple[str, ...] = option(
         (),
-        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
+        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}, with --lora "
+        f"{','.join(LORA_DEFAULTS)}",
         choices=tuple(VARIANTS),
     )
     repeat: tuple[str, ...] = option((), "variants to train a second time from the same seed", metavar="NAME,...")
@@ -119,13 +133,20 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
     plan = replace(
         plan,
         layers=plan.layers or tuple(few),
-        variants=tuple(dict.fromkeys(plan.variants)) or (ULYSSES_DEFAULTS if plan.cp > 1 else DEFAULTS),
+        variants=tuple(dict.fromkeys(plan.variants)) or defaults_of(plan),
         repeat=tuple(dict.fromkeys(plan.repeat)) or (("overlap",) if plan.bitwise else ()),
         **({"steps": 10, "round_steps": 2} if plan.quick else {}),
     )
     if problem := _problem(plan):
         raise RecipeError(problem)
     return plan, overlap
+
+
+def defaults_of(plan: Plan) -> tuple[str, ...]:
+    """The variants that are compared where none is named."""
+    if plan.cp > 1:
+        return ULYSSES_DEFAULTS
+    return LORA_DEFAULTS if plan.lora else DEFAULTS
 
 
 def _problem(plan: Plan) -> str | None:
@@ -140,6 +161,8 @@ def _problem(plan: Plan) -> str | None:
             return f"--variants {name} with --cp {plan.cp}: it has no context parallelism; take {NO_ULYSSES[name]}"
         if name in USERBUFFERS and (len(plan.model) > 1 or name in plan.repeat):
             return f"--variants {name}: userbuffers are made once a process; give one --model and no --repeat of it"
+        if plan.lora and (name == "async_tp" or name.startswith("te")):
+            return f"--variants {name} with --lora {plan.lora}: its linears come without adapters here; leave it out"
         if is_graph(name) and any("num_moe_experts" in MODELS[model] for model in plan.model):
             return f"--variants {name}: the host reads how many tokens an expert gets; choose a --model without experts"
     return None
@@ -159,6 +182,7 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         train_iters=plan.trained_steps,
         lr=3e-4,
         lr_warmup_iters=20,
+        lora=plan.lora,
         deterministic=int(plan.bitwise),
         gradient_accumulation_fusion=plan.weight_gradient_fusion == "both",
     )

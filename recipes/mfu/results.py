@@ -38,13 +38,17 @@ def step_flops(settings: Settings) -> float:
     tokens, with q = heads x head width and k = groups x head width:
 
         6 B s [ layers ( h (q + 2 k) + s q + q h + MLPs a token x 3 h ffn ) + h x padded vocabulary ]      s q: 2 (s / 2) q
+
+    With --lora the GEMMs of frozen weights count twice, as they have no gradient, and adapters do not count.
     """
     h, s, width = settings.hidden_size, settings.seq_length, settings.kv_channels
     width = width or h // settings.num_attention_heads
     q, k = settings.num_attention_heads * width, settings.num_query_groups * width
     mlps = settings.moe_router_topk if settings.num_moe_experts else 1
-    layer = h * (q + 2 * k) + s * q + q * h + mlps * 3 * h * settings.ffn_hidden_size
-    return 6.0 * settings.global_batch_size * s * (settings.num_layers * layer + h * settings.vocabulary_rows)
+    weights = settings.num_layers * (h * (q + 2 * k) + q * h + mlps * 3 * h * settings.ffn_hidden_size)
+    weights += h * settings.vocabulary_rows
+    passes = 2 if settings.lora else 3
+    return 2.0 * settings.global_batch_size * s * (passes * weights + 3 * settings.num_layers * s * q)
 
 
 def row_of(found: Comparison, name: str, losses: Mapping[str, list[float]], is_same: bool | None) -> Row:
@@ -58,7 +62,7 @@ def row_of(found: Comparison, name: str, losses: Mapping[str, list[float]], is_s
     row: Row = {
         "model": settings.model, "title": settings.title, "layers": settings.num_layers, "variant": name, "gpus": world.size,
         "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size, "seq": settings.seq_length, "tp": settings.tp,
-        "cp": settings.cp, "deterministic": bool(settings.deterministic), "peak_tflops": peak,
+        "cp": settings.cp, "lora": settings.lora, "deterministic": bool(settings.deterministic), "peak_tflops": peak,
         "weight_gradient_fusion": found.plan.weight_gradient_fusion, "status": found.absent.get(name, "ran"),
     } | dict.fromkeys(FIGURES)  # fmt: skip
     if variant is None:
@@ -116,6 +120,8 @@ def notes_of(plan: Plan, rows: Sequence[Row]) -> list[str]:
         *(f"{COLUMNS[0][1](row)} did not run: {row['status']}" for row in rows if row["status"] != "ran"),
         *["TransformerEngine's modules: Megatron-Core takes TransformerEngine's Adam for all variants of this run"]
         * has_te,
+        *[f"LoRA of {row['lora']} features around every linear of a layer: its weights, and all else, are frozen"]
+        * (row["lora"] > 0),
         *["deterministic kernels: these times are not those of ordinary training"] * plan.bitwise,
     ]
 

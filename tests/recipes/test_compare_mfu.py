@@ -23,6 +23,7 @@ LINES = {
     "tp": f"--model small,small --layers 1,2 {TINY} --variants megatron,nccl,overlap,async_tp",
     "both": f"--model small --layers 1 {TINY} --variants megatron,overlap --weight-gradient-fusion both",
     "cp": f"--model small --layers 1 {TINY} --cp 2 --variants nccl,chunked,overlap --repeat overlap",
+    "lora": f"--model small --layers 1 {TINY} --lora 4",
     "fused": f"--model small --layers 1 {TINY} --variants megatron,fused --repeat megatron",
 }
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -93,6 +94,15 @@ def test_every_variant_of_every_model_has_a_row(ended: dict[str, Ended]) -> None
     assert ended["tp"].row("async_tp")["step_ms"] is None
     assert ended["tp"].refusal == "", "async-TP may be absent"
     assert "async-TP did not run: async_tp needs CUDA devices" in ended["tp"].table
+
+
+def test_lora_starts_from_the_frozen_model_and_trains_adapters(ended: dict[str, Ended]) -> None:
+    megatron, overlap, again = ended["lora"].rows
+    assert (megatron["variant"], overlap["variant"], again["same_bits"]) == ("megatron", "overlap", True)
+    assert overlap["losses"] == pytest.approx(megatron["losses"], rel=1e-5)
+    trained = ended["tp"].row("megatron")["losses"]
+    assert overlap["losses"][0] == pytest.approx(trained[0]) and overlap["losses"][5] > trained[5]
+    assert "LoRA of 4 features" in ended["lora"].table
 
 
 def test_figures_follow_from_times_and_sizes(ended: dict[str, Ended]) -> None:
