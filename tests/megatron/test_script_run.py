@@ -34,7 +34,7 @@ SMALL = shlex.split("""
 ULYSSES = shlex.split("""
     --tensor-model-parallel-size 1 --context-parallel-size 2 --cp-comm-type a2a --hidden-dropout 0 --attention-dropout 0
 """)
-LAYOUTS = {"tensor parallelism": (), "Ulysses": ULYSSES}
+LAYOUTS = {"tensor parallelism": ("--deterministic-mode",), "Ulysses": ULYSSES}
 MEGATRON_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
