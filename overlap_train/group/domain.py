@@ -1,10 +1,6 @@
-"""Named ranges around what the operators enqueue, for torch.profiler and Nsight Systems.
+"""The overlap domain of a process group: its heap, slots and copy engine; and the scope around each of its operators.
 
-The scopes around an operator: one thread at a time; before it slots are free, after it pushes are done and waits checked.
-
-The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
-
-registry.py knows the domains of this process. bracket.py is around each operator. prepare.py makes room for what is new.
+All state that outlives a call hangs here. registry.py knows the domains of this process.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +27,9 @@ from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .signals import FaultRecord, Tag
 from .slots import Layout
 from .span import OneNode, span_of
-from .topology import Nodes, NodeSettings, find_nodes
+from .topology import Nodes, find_nodes
 from .workspace import Workspace
 
-T = TypeVar("T")
 OUTSIDE: AbstractContextManager[Any] = nullcontext()
 # In C, where torch has CUDA.
 _is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -125,7 +120,6 @@ class OverlapDomain:
         self.closed = False
         self.graphed = False  # inside graph.graphed
         self.captured = False  # a CUDA graph holds addresses of the heap
-        self.has_run = False  # an operator, with a plan
         self.at_close: list[Callable[[], object]] = []
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
@@ -134,24 +128,14 @@ class OverlapDomain:
 
     @cached_property
     def nodes(self) -> Nodes:
-        """The nodes of the group. Collective where no call has found them yet."""
-        return self._find_nodes("overlap_train: find the nodes of the group", lambda nodes: None)[0]
+        """The nodes of the group. Collective where `find_nodes` has not found them yet."""
+        return self.find_nodes("overlap_train: find the nodes of the group")
 
-    def find_nodes(self, what: str, read: Callable[[int], T]) -> T:
-        """Find the nodes, before any memory is shared. Returns what rank 0 has read for a group of so many. Collective.
-
-        what: what the ranks do here, for errors.
-        """
-        if "nodes" in self.__dict__:
-            found = read(self.topology.nodes) if self.rank == 0 else None
-            return self.agreement.exchange(found, what, kind="first call of a group")[0]
-        self.nodes, told = self._find_nodes(what, read)
-        return told
-
-    def _find_nodes(self, what: str, read: Callable[[int], T]) -> tuple[Nodes, T]:
-        config = self.config
-        settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
-        return find_nodes(self.agreement, self.device, settings, what, read)
+    def find_nodes(self, what: str) -> Nodes:
+        """Find the nodes, unless a call has. Collective then. what: what the ranks do here, for errors."""
+        if "nodes" not in vars(self):
+            self.nodes = find_nodes(self.agreement, self.device, self.config, what)
+        return self.nodes
 
     @property
     def topology(self) -> Topology:

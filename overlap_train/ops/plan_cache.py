@@ -300,17 +300,17 @@ def cache_of(domain: OverlapDomain, name: str) -> PlanCache:
     name: of the linear that asks, for errors."""
     if (cache := made_cache(domain)) is not None:
         return cache
-    config, world = domain.config, domain.world_size
+    config, what = domain.config, f"{name}: the group's first call"
     with domain.exclusively(name):
         if (cache := made_cache(domain)) is not None:  # another thread was first
             return cache
-        measured = domain.find_nodes(
-            f"{name}: the group's first call",
-            lambda nodes: table.read(config.tuning_dir, table.key_of(domain.device, world, nodes, config.network)),
-        )
+        nodes, measured = domain.find_nodes(what).topology.nodes, None
+        if domain.rank == 0:
+            key = table.key_of(domain.device, domain.world_size, nodes, config.network)
+            measured = table.read(config.tuning_dir, key)
+        measured = domain.agreement.exchange(measured, what, kind="first call of a group")[0]
         cache = _caches[domain.group] = PlanCache(domain, measured)
         domain.at_close.append(lambda: _caches.pop(domain.group, None))
-        domain.has_run = True
         return cache
 
 

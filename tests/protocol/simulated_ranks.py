@@ -147,7 +147,7 @@ class SimulatedDomain:
         self.topology = core("schedule.order").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]
         self.graphed = self.captured = self.closed = self.on_gpu = False
-        self.has_run, self.in_use = True, threading.RLock()
+        self.in_use = threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
         self.tags: list[Any] = []
         self.fault = core("group.signals").FaultRecord(self.device, rank, simulation.timeout_s)
