@@ -35,7 +35,7 @@ from .config import OverlapConfig
 from .group.domain import is_profiling, profiled
 from .ops.plan_cache import OnPlan, PlannedOp, op_of
 from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from .ops.table import start_ag_gemm, start_gemm_rs
+from .ops.table import start_engine
 from .ops.wgrad import WeightGradient
 
 
@@ -82,7 +82,7 @@ def column_forward(
     """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
     domain, plan, tags = linear.domain, linear.plan, linear.tags
     with linear.forward:
-        gather = start_ag_gemm(domain, plan.fprop, tags.fprop, x_shard_m)
+        gather = start_engine(domain, plan.fprop, tags.fprop, x_shard_m)
         y_shard_n = gather.matmul(w_shard_n.t())
         return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
 
@@ -101,10 +101,10 @@ def column_backward(
     with linear.backward[wants_dx, dw is not None]:
         if wgrad is not None:
             assert x is not None
-            gather = start_ag_gemm(domain, wgrad, tags.wgrad, x)
+            gather = start_engine(domain, wgrad, tags.wgrad, x)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
-            scatter = start_gemm_rs(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
+            scatter = start_engine(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
             if gather is not None:
                 gather.keep_own(dgrad)
         if dw is not None:
@@ -123,7 +123,7 @@ def column_backward(
 def row_forward(linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
     with linear.forward:
-        return start_gemm_rs(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
+        return start_engine(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
 
 
 def row_backward(
@@ -137,7 +137,7 @@ def row_backward(
     """
     domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
     with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
-        gather = start_ag_gemm(domain, plan.dgrad, tags.dgrad, dy_shard_m)
+        gather = start_engine(domain, plan.dgrad, tags.dgrad, dy_shard_m)
         if wants_dx:
             dx_shard_k = gather.matmul(w_shard_k)
             if dw is not None:

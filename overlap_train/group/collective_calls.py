@@ -27,7 +27,6 @@ class CollectiveCalls(Protocol):
             OverlapMismatchError: a rank is in another call.
             OverlapTimeoutError: a rank did not come.
         """
-        ...
 
 
 def collective_calls(agreement: Agreement, fault: FaultRecord, device: torch.device) -> CollectiveCalls:

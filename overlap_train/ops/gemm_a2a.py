@@ -17,9 +17,9 @@ signal for that of a later one (rule 9).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,24 +32,32 @@ from .launch import ScatterOperands, should_run_async
 from .plan import EnginePlan
 
 
-class GemmAllToAll(Protocol):
-    """Blocks [W, M/W, N/W] on their way, block s from rank s."""
+class GemmAllToAll(ABC):
+    """Blocks [W, M/W, N/W] on their way, block s from rank s.
 
-    def received(self) -> torch.Tensor:
-        """[W, M/W, N/W]: `into`, complete (if it is pulled, when the operator ends); or in the slot, valid until it ends."""
-        ...
-
-
-class CollectiveGemmAllToAll:
-    """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo. A GEMM for each rank, or one and a copy
-    that cuts it into blocks, takes longer (benchmarks/notes.md)."""
+    into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
+    peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
+    """
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
-        into: torch.Tensor | None,
+        into: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._domain, self._tag, self._a, self._b, self._into = domain, tag, a_shard_m, b_kn, into
+        self._domain, self._plan, self._tag, self._a, self._b, self._into = domain, plan, tag, a_shard_m, b_kn, into
         self._start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Multiply and send."""
+
+    @abstractmethod
+    def received(self) -> torch.Tensor:
+        """[W, M/W, N/W]: `into`, complete (if it is pulled, when the operator ends); or in the slot, valid until it ends."""
+
+
+class CollectiveGemmAllToAll(GemmAllToAll):
+    """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo. A GEMM for each rank, or one and a copy
+    that cuts it into blocks, takes longer (benchmarks/notes.md)."""
 
     def _start(self) -> None:
         self._domain.collective_calls.enter(self._tag)
@@ -70,15 +78,8 @@ class CollectiveGemmAllToAll:
         return self._into.copy_(self._blocks)
 
 
-class ChunkedGemmAllToAll:
+class ChunkedGemmAllToAll(GemmAllToAll):
     """A library GEMM for each destination's columns, pushed as it ends."""
-
-    def __init__(
-        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
-        into: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        self._domain, self._plan, self._tag, self._a, self._b, self._into = domain, plan, tag, a_shard_m, b_kn, into
-        self._start()
 
     def _start(self) -> None:
         staging = new_blocks(self._domain, self._a, self._b)
@@ -172,3 +173,12 @@ class PulledFusedGemmAllToAll(PulledChunkedGemmAllToAll, FusedGemmAllToAll):
         self._call.reset_counters()
         operands = self._operands(self._call.blocks)
         launch.multiply_and_send(self._domain, self._call, self._plan, operands)
+
+
+METHODS: dict[str, Callable[..., GemmAllToAll]] = {
+    "collective": CollectiveGemmAllToAll,
+    "chunked": ChunkedGemmAllToAll,
+    "fused": FusedGemmAllToAll,
+    "direct": DirectGemmAllToAll,
+}
+PULLED: dict[str, type[GemmAllToAll]] = {"chunked": PulledChunkedGemmAllToAll, "fused": PulledFusedGemmAllToAll}

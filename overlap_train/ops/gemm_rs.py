@@ -8,8 +8,9 @@ every run. The last tiles of a persistent kernel do that, or a kernel of its own
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -23,15 +24,15 @@ from .launch import ScatterOperands, aligned, should_run_async
 from .plan import EnginePlan
 
 
-class GemmReduceScatter(Protocol):
+class GemmReduceScatter(ABC):
     """y_shard_m [M/W, N] on its way: made, it has started GEMM and sends; across nodes some sends may start in `finish`."""
 
+    @abstractmethod
     def finish(self) -> torch.Tensor:
         """Wait for the peers' partials; y_shard_m, complete."""
-        ...
 
 
-class CollectiveGemmReduceScatter:
+class CollectiveGemmReduceScatter(GemmReduceScatter):
     """One GEMM, then NCCL or gloo; a long one (`should_run_async`) runs beside what the caller does before `finish`."""
 
     def __init__(
@@ -49,7 +50,7 @@ class CollectiveGemmReduceScatter:
         return self._y
 
 
-class ChunkedGemmReduceScatter:
+class ChunkedGemmReduceScatter(GemmReduceScatter):
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
     def __init__(
@@ -111,6 +112,15 @@ class LowLatencyGemmReduceScatter(ChunkedGemmReduceScatter):
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.sm_margin)
+
+
+METHODS: dict[str, Callable[..., GemmReduceScatter]] = {
+    "collective": CollectiveGemmReduceScatter,
+    "chunked": ChunkedGemmReduceScatter,
+    "fused": FusedGemmReduceScatter,
+    "direct": DirectGemmReduceScatter,
+    "low_latency": LowLatencyGemmReduceScatter,
+}
 
 
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:
