@@ -22,13 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig, check_type
+from ..config import OverlapConfig, check_type, flag_name
 from ..symmetric.peers import UNCAUGHT
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 
 # Settings that all calls of a group share.
-DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
+DOMAIN_WIDE = (
+    "provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms", "tuning_dir",
+)  # fmt: skip
 
 _domains: dict[dist.ProcessGroup, OverlapDomain] = {}
 # Of two threads one makes a group's domain: ranks count how many they have made (Agreement).
@@ -133,7 +135,8 @@ def _check_same(
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
             raise ValueError(
-                f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it"
+                f"{name}={mine!r}, but the group's domain was made with {theirs!r} ({flag_name(name)}); call shutdown() to "
+                f"change it"
             )
 
 

@@ -1,10 +1,8 @@
-"""Where things lie in the symmetric heap.
-
-Slots, signals and epochs.
+"""Slots, signals and epochs, and where they lie in the symmetric heap.
 
 A slot is W blocks in symmetric memory, block s written by rank s alone, in one or more chunks of rows, with one signal a chunk.
 (In a call that is pulled a rank writes block d of its own slot, for rank d, and the signals are those of a barrier.) The epoch
-counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (tags.py).
+counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (signals.py).
 """
 
 from __future__ import annotations
@@ -47,6 +45,11 @@ class Layout:
     def signals_bytes(self) -> int:
         """Of a slot's W x MAX_CHUNKS signals."""
         return self.world_size * MAX_CHUNKS * 8
+
+    @property
+    def bytes_of_slot(self) -> int:
+        """Of one slot, its flagged words included."""
+        return self.slot_bytes + self.flagged_bytes
 
     @cached_property
     def block_bytes(self) -> int:

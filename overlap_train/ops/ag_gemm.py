@@ -7,7 +7,6 @@ for each (schedule/ has the orders).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -20,7 +19,7 @@ from .launch import GatherOperands, should_run_async
 from .plan import EnginePlan
 
 
-class AllGatherGemm(ABC):
+class AllGatherGemm:
     """x [M, K] on its way: row block s comes from rank s."""
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
@@ -31,9 +30,9 @@ class AllGatherGemm(ABC):
         """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
         `beside`, which was launched last, hides that. Not here: who has gathered x by itself has done so."""
 
-    @abstractmethod
     def gathered_view(self) -> torch.Tensor:
         """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
+        raise NotImplementedError
 
     def gathered_copy(self) -> torch.Tensor:
         """x [M, K], complete, in memory of its own."""

@@ -14,32 +14,15 @@ from ..config import OverlapConfig, flag_name
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, may_hold
 from ..select import table
-from ..select.autotune import Autotune, TimedScope, methods_to_try, winners, work_of
+from ..select.autotune import Autotune, methods_to_try, winners, work_of
 from ..select.choose import winner_of
 from ..select.method import Bucket, Pass
 from ..select.table import Table, Winner
 from ..select.tiles import on_hopper
 from ..warn import warn_user
-from .plan_cache import Planned, PlannedOp, Scope, error_here, settled_plan
+from .plan_cache import Planned, PlannedOp, Turn, error_here, settled_plan
 
 RunKey = tuple[Bucket, bool]  # what linears of one run have in common; whether the Hopper kernels serve them
-
-
-@dataclass(kw_only=True)
-class Candidate(Planned):
-    """A plan by one of the methods that take turns. work: of a call (select/autotune.py)."""
-
-    run: Autotune
-    method: str
-    work: int
-
-    def _new_op(self, name: str, meaning: tuple[str, ...]) -> PlannedOp:
-        kinds = {"fprop": self.run.fprop.kind, "dgrad": self.run.fprop.dgrad.kind}
-
-        def timed(scope: Scope, pass_: str) -> Scope:
-            return TimedScope(scope, self.run, name, kinds[pass_], self.method, self.work)
-
-        return PlannedOp(self.domain, self.plan, name, meaning, self.trains, timed)
 
 
 @dataclass(kw_only=True)
@@ -79,8 +62,8 @@ class InRun(Planned):
     def next_method(self, name: str) -> str | None:
         """The method by which the linear `name` is to run in its next call, for callers that make it of several plans; None where
         the plan that `auto` would take has it."""
-        candidate = self._candidate(name)
-        return candidate.method if isinstance(candidate, Candidate) else None
+        turn = self._candidate(name).turn
+        return None if turn is None else turn.method
 
     def _candidate(self, name: str) -> Planned:
         run = self.run
@@ -132,7 +115,7 @@ class AutotuneRuns:
         if run is None:
             return planned
         candidates = tuple(
-            Candidate(domain, plans[method], trains, run=run, method=method, work=work) if method in plans else planned
+            Planned(domain, plans[method], trains, Turn(run, method, work)) if method in plans else planned
             for method in run.methods
         )
         return InRun(domain, planned.plan, trains, run=run, candidates=candidates)
