@@ -180,12 +180,8 @@ class OverlapDomain:
         """The scope of one autograd pass of an operator. It may be kept, and entered again and again.
 
         Calls from several streams run in the order of their scopes. At its end the scope joins all pushes; then their sources
-        may be freed.
-
-        Args:
-            slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each of them.
-            barrier_first: whether the pass starts with a barrier.
-            shown_as: the name of its range in profiles.
+        may be freed. slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each
+        of them. barrier_first: whether the pass starts with a barrier. shown_as: the name of its range in profiles.
 
         Raises:
             RuntimeError: see check_usable; or another thread is in an operator of the same group.
@@ -195,21 +191,17 @@ class OverlapDomain:
         return OperatorScope(self, tag, slots, barrier_first, shown_as)
 
     def begin_ahead(self) -> None:
-        """Begin the next operator before the running one has read, or pulled, what it receives. The next one's bracket follows.
+        """Begin the next operator, which makes one call, before the running one has read, or pulled, what it receives.
 
-        The next operator makes one call. The running one has sent everything by copies, or its ranks have met in a barrier and
-        pull. (What a kernel is yet to send would come after what the next operator sends.)
+        The running one has sent all by copies, or pulls: what a kernel is yet to send would come after what the next one sends.
         """
         self.engine.begin_ahead()
         self.workspace.begin_ahead()
 
     @contextmanager
     def exclusively(self, name: str) -> Iterator[None]:
-        """A scope that one thread of this process may be in at a time: the ranks' calls of a group need one order.
-
-        Raises:
-            RuntimeError: another thread is in an operator of this group.
-        """
+        """A scope that one thread of this process may be in at a time: the ranks' calls of a group need one order. Else it raises
+        RuntimeError."""
         if not self.in_use.acquire(False):
             raise _another_thread(name)
         try:
@@ -217,24 +209,6 @@ class OverlapDomain:
         except BaseException as error:
             self.fault.tell(error, name, begun=False)
             raise
-        finally:
-            self.in_use.release()
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """A scope in which no operator of the group is under way, and none begins in another thread.
-
-        Raises:
-            RuntimeError: one is under way, perhaps in this thread, where a signal handler runs in the middle of it: what the
-                operator goes on with would be gone.
-        """
-        if self.in_use._is_owned() or not self.in_use.acquire(False):  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this one; "
-                "call it when the operator has returned"
-            )
-        try:
-            yield
         finally:
             self.in_use.release()
 
@@ -250,7 +224,7 @@ class OverlapDomain:
 
     def _close_heap(self) -> None:
         """Unmap the heap at once. torch's heap waits for the device when it is freed. Later that could happen between the launch
-        of a kernel and its pushes (copy_stream.py)."""
+        of a kernel and its pushes (copy_engine.py)."""
         if self.heap is None:
             return
         del self.workspace  # it holds views of the heap,

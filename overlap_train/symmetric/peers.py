@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -65,17 +64,23 @@ def answer(ask: Callable[[], T], limit_s: float) -> T:
     return future.result(limit_s)
 
 
+def answer_soon(ask: Callable[[], T]) -> T | None:
+    """What `ask` returns; None where the store is gone, or does not answer in a second: no news."""
+    with contextlib.suppress(TimeoutError, RuntimeError, ConnectionError):
+        return answer(ask, _ANSWER_S)
+    return None
+
+
 def warn_after(timeout_s: float) -> float:
     """Seconds of a wait after which the late rank is named."""
     return min(timeout_s / 10, 10.0)
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """What a rank says that cannot go on.
 
     operator: how many operators it had begun in the group. text: what it did, with the class of the error and the call.
-    mismatch: it found itself in another call than a peer. end: of this rank's part in the group, one of RAISED .. LEFT.
+    end: of this rank's part in the group, one of RAISED .. LEFT. mismatch: it found itself in another call than a peer.
     """
 
     operator: int
@@ -90,8 +95,7 @@ UNCAUGHT = "uncaught"  # its process ends
 LEFT = "left"  # by shutdown(): only a rank that waits for more of it is wrong
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process of some machine, as another one recognises it."""
 
     machine: str
@@ -112,7 +116,7 @@ class Process:
 
 @functools.cache
 def machine() -> str:
-    """The machine, and the numbers by which this process knows others; empty: not known."""
+    """The operating system, and the PID namespace in which this process knows others; empty: not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -178,9 +182,7 @@ class Peers:
             self._store.set(f"failure/{self.rank}", pickle.dumps(failure))
             self._store.add("failures", 1)
 
-        # Where the store is gone, peers notice that, too.
-        with contextlib.suppress(TimeoutError, RuntimeError, ConnectionError):
-            answer(send, _ANSWER_S)
+        answer_soon(send)  # where the store is gone, peers notice that, too
 
     def error(
         self, what: str, awaited: Sequence[int], closing: bool = False
@@ -190,10 +192,7 @@ class Peers:
         what: where it waits, in words. awaited: the ranks for which. closing: it waits in shutdown(), to which ranks come that
         have failed, too.
         """
-        try:
-            return answer(lambda: self._look(what, awaited, closing), _ANSWER_S)
-        except (TimeoutError, RuntimeError, ConnectionError):
-            return None  # no news; the wait has a limit of its own
+        return answer_soon(lambda: self._look(what, awaited, closing))  # without news the wait has a limit of its own
 
     def _look(self, what: str, awaited: Sequence[int], closing: bool) -> OverlapPeerError | OverlapMismatchError | None:
         if not self._looks.acquire(False):  # an earlier look has got no answer yet

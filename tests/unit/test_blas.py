@@ -73,7 +73,7 @@ def test_a_refusal_is_an_error(library: Library, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(RuntimeError, match="status 7"), Blas(GPU).sparing(140):
         pass
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 6)
-    with pytest.raises(RuntimeError, match="refused to spare SMs.*status 1"), Blas(GPU).sparing(8):
+    with pytest.raises(RuntimeError, match=r"refused to spare SMs.*status 1"), Blas(GPU).sparing(8):
         pass
 
 
