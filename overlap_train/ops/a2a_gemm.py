@@ -18,7 +18,8 @@ from ..group.signals import Tag
 from ..schedule.order import Transfers
 from ..select.tiles import HOPPER
 from . import launch
-from .launch import GatherOperands, should_run_async
+from .collective import should_run_async
+from .launch import GatherOperands
 from .plan import EnginePlan
 
 

@@ -15,7 +15,7 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import GatherOperands, should_run_async
+from .launch import GatherOperands
 from .plan import EnginePlan
 
 
@@ -45,8 +45,7 @@ class CollectiveAllGatherGemm(AllGatherGemm):
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
         self._x = x_shard_m.new_empty(x_shard_m.shape[0] * domain.world_size, x_shard_m.shape[1])
         domain.collective_calls.enter(tag)
-        aside = should_run_async(self._x)
-        self._work = collectives.all_gather(self._x, x_shard_m.contiguous(), domain.group, aside)
+        self._work = collectives.all_gather(self._x, x_shard_m.contiguous(), domain.group)
 
     def gathered_view(self) -> torch.Tensor:
         if self._work is not None:

@@ -28,7 +28,8 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..schedule.order import Transfers
 from . import launch
-from .launch import ScatterOperands, should_run_async
+from .collective import should_run_async
+from .launch import ScatterOperands
 from .plan import EnginePlan
 
 

@@ -20,7 +20,7 @@ from ..group.signals import Tag
 from ..group.slots import Call
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import ScatterOperands, aligned, should_run_async
+from .launch import ScatterOperands, aligned
 from .plan import EnginePlan
 
 
@@ -41,8 +41,7 @@ class CollectiveGemmReduceScatter(GemmReduceScatter):
         domain.collective_calls.enter(tag)
         self._partial = torch.mm(a_mk, b_kn)
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
-        aside = should_run_async(self._partial)
-        self._work = collectives.reduce_scatter(self._y, self._partial, domain.group, aside)
+        self._work = collectives.reduce_scatter(self._y, self._partial, domain.group)
 
     def finish(self) -> torch.Tensor:
         if self._work is not None:
