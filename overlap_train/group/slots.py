@@ -31,27 +31,24 @@ _ALIGN = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in the heap: signals of all slots, then their blocks, then their flagged words.
-
-    slot_bytes: of the blocks of one slot. flagged_bytes: of its flagged words (kernels/flagged_words.py), which have memory of
-    their own because blocks are any bytes, and so could look like a flag.
-    """
+    """Where things lie in the heap: signals of all slots, then their blocks, then their flagged words (kernels/flagged_words.py).
+    These have memory of their own because blocks are any bytes, and so could look like a flag. Sizes are those of one slot."""
 
     world_size: int
     slot_bytes: int
     flagged_bytes: int = 0
 
-    @cached_property
+    @property
     def signals_bytes(self) -> int:
         """Of a slot's W x MAX_CHUNKS signals."""
         return self.world_size * MAX_CHUNKS * 8
 
     @property
     def bytes_of_slot(self) -> int:
-        """Of one slot, its flagged words included."""
+        """Of blocks and flagged words together."""
         return self.slot_bytes + self.flagged_bytes
 
-    @cached_property
+    @property
     def block_bytes(self) -> int:
         """Of one block of a slot."""
         return self.slot_bytes // self.world_size
@@ -206,13 +203,9 @@ class Call:
         return [self.remote_block(peer) for peer in self.peers]
 
     def routes(self, transfers: Transfers, tiles: int = 0, pitch: int = 0) -> list[Route]:
-        """The copy engine's way for each transfer of a schedule.
-
-        Args:
-            tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for transfers that leave after
-            them.
-            pitch: elements from one block of the source to the next; 0: they lie one after the other.
-        """
+        """The copy engine's way for each transfer of a schedule. tiles: what the counter of stored tiles, or strips, reaches
+        when a chunk is complete, for transfers that leave after them. pitch: elements from one block of the source to the next;
+        0: they lie one after the other."""
         pitch = pitch or self._block_size
         key = (transfers, tiles, pitch)
         return self._routes.get(key) or self._routes.put(

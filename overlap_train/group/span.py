@@ -1,7 +1,4 @@
-"""How the ranks of a group reach each other: inside one node here, across several in nodes/.
-
-Nothing else in the group's state asks how many nodes there are.
-"""
+"""How the ranks of a group reach each other: inside one node here, across several in nodes/. Nothing else asks that."""
 
 from __future__ import annotations
 
@@ -40,11 +37,7 @@ class OneNode:
         self.domain = domain
 
     def provider(self) -> str:
-        """The name of the provider of the group's symmetric memory.
-
-        Raises:
-            ValueError: it cannot serve the group.
-        """
+        """The name of the provider of the group's symmetric memory. ValueError: it cannot serve the group."""
         domain = self.domain
         return resolve_provider(domain.group, domain.config.provider, domain.device)
 
@@ -63,8 +56,8 @@ class OneNode:
         """What an operator that raised has sent comes before the heap is replaced: inside a node it has."""
 
     def products_beside(self, started: Any) -> AbstractContextManager[None]:
-        """Bracket of library products that leave SMs to what a pass of the plan `started` sends and adds meanwhile; None: nothing
-        is under way. Engines bracket their own products."""
+        """Scope of library products that leave SMs to what a pass of the plan `started` sends and adds meanwhile; None: nothing
+        is under way. Engines have one around their own products."""
         return _NOTHING
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
