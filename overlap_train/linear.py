@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable as refusing
 
 from .config import OverlapConfig
 from .group.domain import is_profiling, profiled
-from .ops.plan_cache import OnPlan, PlannedOp, op_of
+from .ops.plan_cache import OnPlan, op_of
+from .ops.planned import PlannedOp
 from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
 from .ops.table import start_engine
 from .ops.wgrad import WeightGradient

@@ -1,12 +1,11 @@
-"""The plans of a domain, agreed on at a first call with some shapes, and the handle that a linear keeps to its planned call."""
+"""The plans of a domain, agreed on at a first call with some shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,12 @@ from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, holds, prepare
 from ..group.registry import DOMAIN_WIDE, domain_of
-from ..group.signals import Tag
 from ..select import table
-from ..select.autotune import Autotune, TimedScope
+from ..select.autotune import Autotune
 from ..select.table import Table
 from .launch import is_interpreted
 from .plan import Plan, error_on_device, make_plan
+from .planned import Planned, PlannedOp
 from .spec import OperatorSpec, autocast_error, tensor_error
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 _CONFIGS = (OverlapConfig, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-Scope = AbstractContextManager[None]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Autotune | None], None]
@@ -37,131 +35,6 @@ OnPlan = Callable[[Plan, Autotune | None], None]
 
 class _Bounded(BoundedCache[Key, Value]):
     most = 1024  # calls
-
-
-class PassTags(NamedTuple):
-    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges)."""
-
-    fprop: Tag
-    dgrad: Tag
-    wgrad: Tag
-    ranges: tuple[str, str, str]
-
-
-def tags_of(plan: Plan, name: str, meaning: tuple[str, ...]) -> PassTags:
-    """The tags of a linear. Methods are not in them: ranks have agreed on these already."""
-    what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
-    short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
-    fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in ("fprop", "dgrad", "wgrad"))
-    return PassTags(fprop, dgrad, wgrad, (f"{short}/fprop", f"{short}/dgrad", f"{short}/wgrad"))
-
-
-class Turn(NamedTuple):
-    """A method of an autotune run, by which calls are timed. work: of a call (select/autotune.py)."""
-
-    run: Autotune
-    method: str
-    work: int
-
-
-class _BackwardScopes(dict[tuple[bool, bool], Scope]):
-    """The scope of a backward pass by (wants dx, wants dw), made at its first use."""
-
-    def __init__(self, op: PlannedOp) -> None:
-        super().__init__()
-        self._op = op
-
-    def __missing__(self, wanted: tuple[bool, bool]) -> Scope:
-        (wants_dx, wants_dw), plan, tags = wanted, self._op.plan, self._op.tags
-        wgrad = plan.wgrad if wants_dw else None
-        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        gathers = wgrad is not None or not plan.spec.sends_input
-        begins_with_barrier = wants_dx and plan.dgrad.variant.barrier_first and gathers
-        scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
-        return self.setdefault(wanted, self._op.timed(scope, tags.dgrad) if wants_dx else scope)
-
-
-class PlannedOp:
-    """The planned call of one linear, its handle: the plan, which holds for all linears of these shapes, its own tags and scopes.
-
-    Autograd passes it from forward to backward. keeps: forward keeps what it has gathered for the weight gradient. forward: the
-    scope of the forward pass. backward: those of backward passes, by (wants dx, wants dw). turn: by which passes are timed.
-    """
-
-    def __init__(
-        self, domain: OverlapDomain, plan: Plan, name: str, meaning: tuple[str, ...], trains: bool,
-        turn: Turn | None = None,
-    ) -> None:  # fmt: skip
-        self.domain, self.plan, self.keeps = domain, plan, plan.wgrad is None and trains
-        self._name, self._turn = name, turn
-        self.tags = tags = tags_of(plan, name, meaning)
-        fprop = plan.fprop
-        forward = domain.operator(tags.fprop, fprop.slots, fprop.variant.barrier_first, tags.ranges[0])
-        self.forward = self.timed(forward, tags.fprop)
-        self.backward = _BackwardScopes(self)
-        for tag in (tags.dgrad, tags.wgrad):
-            domain.fault.register(tag)
-
-    def timed(self, scope: Scope, tag: Tag) -> Scope:
-        """The scope of a pass, timed in an autotune run. tag: of the pass."""
-        if self._turn is None:
-            return scope
-        run, method, work = self._turn
-        kind = run.fprop.kind if tag is self.tags.fprop else run.fprop.dgrad.kind
-        return TimedScope(scope, run, self._name, kind, method, work)
-
-
-@dataclass
-class Planned:
-    """A plan that all ranks have agreed on, and the linears that run by it. trains: the weight gets a gradient. turn: in an
-    autotune run."""
-
-    domain: OverlapDomain
-    plan: Plan
-    trains: bool = True
-    turn: Turn | None = None
-    _ops: BoundedCache[tuple[str, tuple[str, ...]], PlannedOp] = field(default_factory=BoundedCache)
-    _concurrent: dict[int, Planned] = field(default_factory=dict)  # by SMs
-
-    @property
-    def request(self) -> Request:
-        return self.plan.request
-
-    @property
-    def compares(self) -> bool:
-        """Whether a rank that has another number of rows is found by its signals. NCCL would not find it."""
-        plan = self.plan
-        return all(engine.slots or self.domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
-
-    @property
-    def trial(self) -> Autotune | None:
-        """The autotune run in which a linear takes part by its next call."""
-        return None
-
-    def is_due(self, name: str) -> bool:
-        """Whether an autotune run ends before the next call of the linear `name`."""
-        return False
-
-    def linear(self, name: str, meaning: tuple[str, ...] = ()) -> PlannedOp:
-        """The linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
-        key = (name, meaning)
-        return self._ops.get(key) or self._ops.put(
-            key, PlannedOp(self.domain, self.plan, name, meaning, self.trains, self.turn)
-        )
-
-    def next_call(self, name: str) -> PlannedOp:
-        """The linear `name` in its next call: the same each time, but while methods are tried (autotune.py)."""
-        return self.linear(name)
-
-    def beside(self, sms: int) -> Planned:
-        """The same, whose kernels leave so many SMs to what another group sends meanwhile. Peers need not know."""
-        if not sms:
-            return self
-        if sms not in self._concurrent:
-            engines = {part: getattr(self.plan, part) for part in ("fprop", "dgrad", "dgrad_alone", "wgrad")}
-            spared = {part: engine and replace(engine, concurrent_sms=sms) for part, engine in engines.items()}
-            self._concurrent[sms] = Planned(self.domain, replace(self.plan, **spared), self.trains)
-        return self._concurrent[sms]
 
 
 def settled_plan(
@@ -342,7 +215,7 @@ def op_of(
             return handle[1]
     planned = plan_of(spec, x, w, bias, group, config, name, tries=True)
     op = planned.next_call(name)
-    if type(planned) is Planned:
+    if planned.run is None:
         _caches[group].handles.put(name, (now, op))
     if on_plan is not None:
         on_plan(op.plan, planned.trial)

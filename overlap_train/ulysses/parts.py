@@ -22,7 +22,7 @@ from ..group.slots import SLOTS
 from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.plan import EnginePlan
-from ..ops.plan_cache import PlannedOp
+from ..ops.planned import PlannedOp
 from ..ops.table import start_engine, start_pulled_gemm_a2a
 from ..select.system import H200, System
 

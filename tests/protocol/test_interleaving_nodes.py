@@ -169,7 +169,7 @@ def dx_of_a_frozen_column(machine: NodeSimulation) -> Build:
 
     def run(domain: SimulatedDomain) -> None:
         x, dy, w = torch.ones(TILE, TILE), torch.ones(machine.world_size * TILE, TILE), torch.ones(TILE, TILE)
-        linear = core("ops.plan_cache").Planned(domain, domain.plan(machine.method, x, w)).linear("linear")
+        linear = core("ops.planned").Planned(domain, domain.plan(machine.method, x, w)).linear("linear")
         core("linear").column_backward(linear, dy, None, w, None, True)
 
     return in_one_pass(machine, run)
@@ -182,7 +182,7 @@ def dx_of_a_frozen_projection(machine: NodeSimulation) -> Build:
         world, exchange, parts = machine.world_size, core("ulysses.exchange"), core("ulysses.parts")
         dx, dy, w = (torch.ones(rows * TILE, TILE * columns) for rows, columns in ((world, 1), (1, 1), (1, world)))
         plan = domain.plan(machine.method, dx, w, "ALL_TO_ALL_LINEAR", main_grad="off")
-        linear = core("ops.plan_cache").Planned(domain, plan).linear("linear")
+        linear = core("ops.planned").Planned(domain, plan).linear("linear")
         whole = exchange.Linear((parts.Part(0, TILE, linear),), w, w, None, 1)
         whole.rows_backward(None, dy, core("ulysses.exchange").RankRows(dx, world, 1))
 
