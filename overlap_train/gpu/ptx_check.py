@@ -134,37 +134,28 @@ def _in_order(ptx: str, proof: tuple[str, ...]) -> bool:
 
 
 class Verifier:
-    """Checks each compiled kernel once."""
+    """Checks what each kind of launch runs, once."""
 
     def __init__(self) -> None:
-        self._verified: set[str] = set()  # by Triton's hash of source, constants and target
         # Kernels, which so keep their ids, and binaries, by a kernel's id and the kinds of arguments.
         self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
-        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals. Returns the binary.
-
-        Raises:
-            RuntimeError: one is not there, or not in its place.
-        """
+        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals: RuntimeError, if one is
+        not there, or not in its place. Returns the binary."""
         # By its id: the hash of a kernel is Triton's key, which would be worked out too early (settle_key).
         key = id(kernel), kinds(arguments, constants)
         if key not in self._known:
             binary = compiled(kernel, grid, arguments, constants)
-            self._check(binary, constants)
+            name = binary.metadata.name
+            lacking = missing(binary.asm["ptx"], name, constants)
+            if lacking is not None:
+                import triton
+
+                raise RuntimeError(
+                    f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: "
+                    f"{'; '.join(lacking)}. It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave "
+                    f"--overlap-train out"
+                )
             self._known[key] = kernel, binary
         return self._known[key][1]
-
-    def _check(self, binary: Any, constants: Mapping[str, Any]) -> None:
-        if binary.hash in self._verified:
-            return
-        name = binary.metadata.name
-        lacking = missing(binary.asm["ptx"], name, constants)
-        if lacking is not None:
-            import triton
-
-            raise RuntimeError(
-                f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: {'; '.join(lacking)}. "
-                f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
-            )
-        self._verified.add(binary.hash)

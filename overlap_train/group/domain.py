@@ -1,4 +1,5 @@
-"""The overlap domain of a process group: its heap, slots and copy engine; and the scope around each of its operators.
+"""The overlap domain of a process group: its heap, slots and copy engine, and how its ranks reach each other (`OneNode`; across
+several nodes: nodes/). And the scope around each of its operators.
 
 All state that outlives a call hangs here. registry.py knows the domains of this process.
 """
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,14 +22,15 @@ from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..kernels.signal_words import FAULT_SET
 from ..schedule.order import Topology
-from ..symmetric import SymmetricHeap
+from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import Agreement
+from ..symmetric.host import Offer
 from .collective_calls import CollectiveCalls, collective_calls
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .signals import FaultRecord, Tag
 from .slots import Layout
-from .span import OneNode, span_of
 from .topology import Nodes, find_nodes
+from .waits import BoundedWaits
 from .workspace import Workspace
 
 OUTSIDE: AbstractContextManager[Any] = nullcontext()
@@ -96,6 +99,51 @@ class OperatorScope:
                 fault.tell(raised, self._tag.op)
         if raised is None and (fault.error is not None or fault.words[FAULT_SET]):
             fault.check()
+
+
+class OneNode:
+    """A group whose ranks map each other's memory.
+
+    staged_blocks: blocks of symmetric memory that a rank holds beside its slots, to send from. network_gbs: GB/s of the network
+    between nodes in each direction; 0: none, or not measured. graphs: whether CUDA graphs may hold its slots.
+    """
+
+    reach = "node"  # of TABLE in ops/table.py
+    staged_blocks = 0
+    network_gbs = 0.0
+    graphs = True
+    is_connected = True  # nothing has to be
+
+    def __init__(self, domain: OverlapDomain) -> None:
+        self.domain = domain
+
+    def provider(self) -> str:
+        """The name of the provider of the group's symmetric memory. ValueError: it cannot serve the group."""
+        domain = self.domain
+        return resolve_provider(domain.group, domain.config.provider, domain.device)
+
+    def offer(self, layout: Layout) -> Offer | None:
+        """Memory that peers may map, told in the agreement on a first call; None: the provider has its own way."""
+        return Offer(layout.nbytes) if self.domain.device.type == "cpu" else None
+
+    def new_memory(self, layout: Layout, offer: Offer | None) -> tuple[SymmetricHeap, Workspace]:
+        """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
+        domain = self.domain
+        heap = heap_by(self.provider(), domain.agreement, layout.nbytes, domain.device, offer=offer)
+        waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
+        return heap, Workspace(heap, layout, domain.device, waits)
+
+    def meet_before_growth(self) -> None:
+        """What an operator that raised has sent comes before the heap is replaced: inside a node it has."""
+
+    def products_beside(self, started: Any) -> AbstractContextManager[None]:
+        """Scope of library products that leave SMs to what a pass of the plan `started` sends and adds meanwhile; None: nothing
+        is under way. Engines have one around their own products."""
+        return OUTSIDE
+
+    def settled(self, config: OverlapConfig) -> OverlapConfig:
+        """`config` with what the connected network was measured to need."""
+        return config
 
 
 class OverlapDomain:
@@ -214,8 +262,11 @@ class OverlapDomain:
 
     @cached_property
     def span(self) -> OneNode:
-        """How the ranks reach each other. Collective at its first use."""
-        return span_of(self)
+        """How the ranks reach each other. Collective at its first use: it finds the nodes."""
+        if self.topology.nodes == 1:
+            return OneNode(self)
+        make: Callable[[OverlapDomain], OneNode] = import_module("...nodes", __name__).SeveralNodes
+        return make(self)
 
     def take_memory(self, heap: SymmetricHeap, workspace: Workspace, layout: Layout) -> None:
         """Let calls use a new heap and its slots, in place of those before, which are closed."""

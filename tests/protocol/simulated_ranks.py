@@ -161,7 +161,7 @@ class SimulatedDomain:
             waits.wait_chunk = waits.chunk_on_stream
             waits.next_epoch = core("group.waits").next_epoch_on_stream
         self.workspace = core("group.workspace").Workspace(heap, layout, self.device, waits)
-        self.span = core("group.span").OneNode(self)
+        self.span = core("group.domain").OneNode(self)
 
     def operator(
         self, tag: Any, slots: int, barrier_first: bool = False, shown_as: str = ""

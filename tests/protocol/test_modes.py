@@ -26,7 +26,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.group import span
+from overlap_train.group import domain
 from overlap_train.group.registry import made_domain
 from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
 from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
@@ -64,7 +64,7 @@ def _after_memory_ran_out(rank: int, world: int) -> None:
     case = _case()
     _exact(case)
 
-    with mock.patch.object(span, "heap_by", side_effect=MemoryError("none left")), pytest.raises(MemoryError):
+    with mock.patch.object(domain, "heap_by", side_effect=MemoryError("none left")), pytest.raises(MemoryError):
         _exact(case, rows=400)
     _exact(case)
     _exact(case, rows=400)
