@@ -184,14 +184,10 @@ class LaunchCache:
         self._refused: set[Hashable] = set()
 
     def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream. RuntimeError: the compiled kernel lacks a wait or a signal; it does not run.
 
-        Args:
-            values: addresses and integers for Launch.replaced, in that order.
-            describe: returns the launch, and is called only if it is not packed. Launches of one key differ in `values` alone.
-
-        Raises:
-            RuntimeError: the compiled kernel lacks a wait or a signal; it does not run.
+        values: addresses and integers for Launch.replaced, in that order. describe: returns the launch, and is called only if it
+        is not packed. Launches of one key differ in `values` alone.
         """
         packed = self._packed.get(key)
         if packed is not None:

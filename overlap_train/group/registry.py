@@ -36,10 +36,7 @@ _making = threading.RLock()
 
 def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
     """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
-
-    Raises:
-        ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's.
-    """
+    ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's."""
     domain = _domains.get(group)
     if domain is None:
         check_type(config)

@@ -226,10 +226,8 @@ def plan_of(
     spec: OperatorSpec, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup,
     config: OverlapConfig | None, name: str, *, tries: bool = False, problem: str | None = None,
 ) -> Planned:  # fmt: skip
-    """The plan of a call, the same on all ranks of the group. x, w, bias: the operands of the linear `name`.
-
-    A known plan is a dictionary look-up: only autocast is checked again. A new one checks the arguments and is agreed on by all
-    ranks, which communicates. So does the end of an autotune run.
+    """The plan of a call of the linear `name`, the same on all ranks of the group. A known plan is a dictionary look-up: only
+    autocast is checked again. A new one is agreed on, which communicates. So does the end of an autotune run.
 
     tries: methods may take turns in it (config.tune_steps). problem: what else is wrong with the call, or None; it is raised like
     what is wrong with the operands.

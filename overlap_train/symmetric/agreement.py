@@ -60,13 +60,10 @@ class Agreement:
         self.peers = Peers(self._store, self.rank, self.world_size)
 
     def exchange(self, value: Any, what: str, kind: str = "", closing: bool = False) -> list[Any]:
-        """The values of all ranks, by rank.
+        """The values of all ranks, by rank; anything that can be pickled.
 
-        Args:
-            value: anything that can be pickled.
-            what: what the ranks do here, for errors: "fc1: agree on its first call".
-            kind: what must be equal on all ranks for their values to belong together; empty: `what`.
-            closing: in shutdown(), to which ranks come that have failed, too.
+        what: what the ranks do here, for errors: "fc1: agree on its first call". kind: what must be equal on all ranks for their
+        values to belong together; empty: `what`. closing: in shutdown(), to which ranks come that have failed, too.
 
         Raises:
             OverlapTimeoutError: a rank did not come in time, or the store is gone.

@@ -40,11 +40,8 @@ class SymmetricHeap:
 
 
 def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
-    """Allocate a heap collectively over the agreement's group.
-
-    Args:
-        provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
-            world is not taken by another group, else torch.
+    """Allocate a heap collectively over the agreement's group. provider: a name, or "auto": host on CPU; on GPUs nvshmem where
+    nvshmem4py is installed and its one world is not taken by another group, else torch.
 
     Raises:
         RuntimeError: the provider cannot serve the device of a rank, is not installed there, or does not start, or the rank

@@ -71,11 +71,8 @@ def open_host_heap(agreement: Agreement, nbytes: int, ranks: range, offer: Offer
 
 
 def share_on_machine(agreement: Agreement, nbytes: int) -> torch.Tensor:
-    """Zeros, uint8 [nbytes], that the ranks of one machine share. Collective; ranks may be on several machines.
-
-    Raises:
-        RuntimeError: on every rank, if one of them could not have them.
-    """
+    """Zeros, uint8 [nbytes], that the ranks of one machine share; ranks may be on several. Collective. RuntimeError: on every
+    rank, if one of them could not have them."""
     return _shared(agreement, nbytes, lambda machines: [machines.index(machines[agreement.rank])])[0]
 
 

@@ -38,11 +38,8 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
 def open_nvshmem_heap(
     agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
 ) -> SymmetricHeap:
-    """A heap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; only they are mapped.
-
-    The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
-    between its nodes (nodes/nvshmem.py), too.
-    """
+    """A heap that NVSHMEM allocates and maps. The first one of a process initialises NVSHMEM (about 0.8 s). ranks, carries: see
+    heap_by."""
     everyone = range(agreement.world_size)
     ranks, world = ranks or everyone, everyone if carries else ranks or everyone
     core, callers = _world(agreement, device, world), agreement.callers(world)
@@ -106,7 +103,7 @@ def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     rank = agreement.rank - members.start
 
     def prepare() -> tuple[Any, Any, Any]:
-        """(nvshmem.core, the GPU of cuda.core, the world's id on its first rank, where there is no world yet)."""
+        """(nvshmem.core, the GPU of cuda.core, the id of a new world on its first rank)."""
         import nvshmem.core
         from cuda.core import Device
 

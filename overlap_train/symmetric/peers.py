@@ -1,10 +1,8 @@
 """What the ranks of a group tell each other, through its key-value store, when one of them cannot go on.
 
-A rank that raises says in which call it was, and what it raised. A rank that waits looks for that four times a second, and
-whether the process of the rank that it waits for is still there. So nobody waits for all of timeout_s for one that will not come.
-
-Ranks may all raise alike, as where memory runs out, and go on. Therefore a rank gives up a second after it has heard of it, and
-not if it has raised in the same operator itself.
+A rank that raises writes its call and its error. A rank that waits looks for that four times a second, and whether the process
+of the awaited rank is still there. Ranks may all raise alike, as where memory runs out, and go on. Therefore a rank gives up a
+second after it has heard of an error, and not if it has raised in the same operator itself.
 """
 
 from __future__ import annotations
@@ -43,12 +41,8 @@ class OverlapPeerError(OverlapTimeoutError):
 
 
 def answer(ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns or raises. It runs in a thread of its own, which is left behind where no answer comes: torch 2.11 waited
-    25 s for a store whose process was stopped, whatever time-out the store had.
-
-    Raises:
-        TimeoutError: no answer came in time.
-    """
+    """What `ask` returns or raises; TimeoutError after `limit_s` seconds. It runs in a thread of its own, which then is left
+    behind: torch 2.11 waited 25 s for a store whose process was stopped, whatever time-out the store had."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -158,10 +152,8 @@ class Peers:
         self._store.delete_key(f"failure/{self.rank}")
 
     def tell(self, error: BaseException, call: str, end: str, begun: bool = True) -> None:
-        """Tell the peers of an error of this rank.
-
-        call: where it was raised; empty: outside of operators. end: see Failure. begun: whether the operator had begun.
-        """
+        """Tell the peers of an error of this rank. call: where it was raised; empty: outside of operators. end: see Failure.
+        begun: whether the operator had begun."""
         if self._told and end != UNCAUGHT:
             return
         self._told, self.takes_back = end != RAISED, end == RAISED and not begun
@@ -187,11 +179,8 @@ class Peers:
     def error(
         self, what: str, awaited: Sequence[int], closing: bool = False
     ) -> OverlapPeerError | OverlapMismatchError | None:
-        """Why this rank need not wait any longer, or None.
-
-        what: where it waits, in words. awaited: the ranks for which. closing: it waits in shutdown(), to which ranks come that
-        have failed, too.
-        """
+        """Why this rank need not wait any longer, or None. what: where it waits, in words. awaited: the ranks for which.
+        closing: in shutdown(), to which ranks come that have failed, too."""
         return answer_soon(lambda: self._look(what, awaited, closing))  # without news the wait has a limit of its own
 
     def _look(self, what: str, awaited: Sequence[int], closing: bool) -> OverlapPeerError | OverlapMismatchError | None:
