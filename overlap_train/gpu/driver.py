@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,22 +40,15 @@ def leave_captures_alone() -> None:
 
 
 class CudaDriver:
-    """The driver for one device. Each call returns a status, 0 if all went well, for `check`.
+    """The driver for one device. Each call of _SIGNATURES returns a status, 0 if all went well, for `check`.
 
     copy(target, source, nbytes, stream), wait_value(stream, address, least, flags), record_event(event, stream),
     wait_event(stream, event, flags), launch(configuration, function, parameters, None).
     """
 
-    copy: Any
-    wait_value: Any
-    current_context: Any
-    set_context: Any
-    create_event: Any
-    record_event: Any
-    wait_event: Any
-    launch: Any
-    encode_tensor_map: Any
-    replace_address: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
@@ -85,7 +78,7 @@ class CudaDriver:
         return torch.cuda.is_current_stream_capturing()
 
     def in_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """Bracket in which `stream` is the current one."""
+        """Scope in which `stream` is the current one."""
         return torch.cuda.stream(stream)
 
     def new_event(self) -> int:

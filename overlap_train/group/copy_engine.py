@@ -23,11 +23,11 @@ from .signals import poll
 
 @dataclass(frozen=True)
 class Push:
-    """Copy `source` into `target`, then `epoch` into `signal`.
+    """Copy `source` into `target`, then `epoch` into `signal`; not before the counter, int64 [1], has reached the goal in
+    `after`.
 
-    source, target: same shape and dtype, contiguous; target lies in a peer's memory.
-    signal: int64 [1] in the peer's memory, written by this rank alone. epoch: int64 [1], this rank's own.
-    after: (counter int64 [1], goal): do not start before the counter has reached the goal; None: start at once.
+    source, target: same shape and dtype, contiguous; target lies in a peer's memory. signal: int64 [1] in the peer's memory,
+    written by this rank alone. epoch: int64 [1], this rank's own.
     """
 
     source: torch.Tensor
@@ -38,10 +38,7 @@ class Push:
 
 
 class Route:
-    """A push without its source. It takes what lies `first` elements after the source's start, whatever the source's strides.
-
-    target, signal, epoch, after: see Push.
-    """
+    """A Push without its source. It takes what lies `first` elements after the source's start, whatever the source's strides."""
 
     def __init__(
         self, first: int, target: torch.Tensor, signal: torch.Tensor, epoch: torch.Tensor,
@@ -77,11 +74,9 @@ class CopyEngine(Protocol):
         """Enqueue copies of what lies at peers, once the caller's stream has come here. `join` waits for them, too."""
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Enqueue a copy within this rank's memory behind what is pushed. Both are contiguous.
-
-        This operator has pushed from `source` before. That push ordered the copy behind what the caller's stream had enqueued by
-        then, and it keeps `source` alive until `join`.
-        """
+        """Enqueue a copy within this rank's memory behind what is pushed. Both are contiguous. This operator has pushed from
+        `source` before, which ordered the copy behind what the caller's stream had enqueued by then, and keeps `source` until
+        `join`."""
 
     def wait_kept(self) -> None:
         """The caller's stream goes on only when what was to be kept last is copied."""

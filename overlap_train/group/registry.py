@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing.util
 import sys
 import threading
 from collections.abc import Iterator
@@ -67,16 +66,6 @@ def tell_peers(error: BaseException) -> None:
             domain.agreement.peers.tell(error, "", UNCAUGHT)
 
 
-def _tell_at_exit() -> None:
-    """The same in a process of multiprocessing, which calls no excepthook: its error is on its way here, or the SystemExit that
-    torch.multiprocessing.spawn raises for it."""
-    error = sys.exception()
-    if isinstance(error, SystemExit):
-        error = error.__context__
-    if error is not None:
-        tell_peers(error)
-
-
 @functools.cache
 def _tell_at_the_end() -> None:
     """Let peers hear of an error that ends this process. Once, when its first domain is made."""
@@ -87,7 +76,6 @@ def _tell_at_the_end() -> None:
         return hook(kind, error, *rest)
 
     sys.excepthook = tell
-    multiprocessing.util.Finalize(None, _tell_at_exit, exitpriority=100)
 
 
 def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:

@@ -80,7 +80,7 @@ class Layout:
 
 def with_room(slot_bytes: int) -> int:
     """slot_bytes, rounded up to eight steps between powers of two: so many times at most the heap grows until rows are twice as
-    many, whatever lengths come. Up to an eighth more memory; none for 1 to 16 times a power of two, as most models have it."""
+    many. Up to an eighth more memory; none for 1 to 16 times a power of two, as most models have it."""
     step = 1 << max(0, (slot_bytes - 1).bit_length() - 4)
     return -(-slot_bytes // step) * step
 
@@ -219,10 +219,6 @@ class Call:
         after = (self.slot.counters.complete[word : word + 1], tiles) if transfer.after_tiles else None
         signal = self.slot.outgoing[transfer.target][transfer.chunk : transfer.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, after)
-
-    def reset_counters(self) -> None:
-        """Reset the slot's counters, before a kernel that claims tiles and where the epoch advances after it (barrier)."""
-        self.slot.counted.zero_()
 
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""

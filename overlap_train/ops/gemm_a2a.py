@@ -3,12 +3,10 @@
 What a rank receives is [W, M/W, N/W]: its columns of all rows, block s from rank s. The own block is computed last, straight into
 its place among the received ones. Nothing in the GEMM waits: who takes the blocks out of symmetric memory does (`received`).
 
-GEMM + AllToAll of a part of a long sequence that another part follows: blocks travel beside the product of that one.
-
-The product leaves the peers' blocks in the own slot, block d for rank d. When all ranks have come so far, each one's copy
-engine pulls its blocks out of the peers' slots, straight to where they belong. So nobody's SMs move a block. What is pushed
-into a slot has to be copied out of it, and the driver makes copies inside a GPU by a kernel, which finds no SM while a product
-runs (510 us a part instead of 550). The last part is pushed: its blocks have no other product to travel beside.
+Of a part of a long sequence that another part follows, blocks travel beside the product of that one. The product leaves the
+peers' blocks in the own slot, block d for rank d. When all ranks have come so far, each one's copy engine pulls its blocks out of
+the peers' slots, straight to where they belong. So nobody's SMs move a block: what is pushed into a slot has to be copied out of
+it by a kernel, which finds no SM while a product runs (510 us a part instead of 550). The last part is pushed.
 
 Rule 3 holds as for blocks that are sent ahead (workspace.py): a rank meets its peers in part n after it has pulled part n - 2.
 The barrier advances the slot's epoch, as `next_epoch` does in other calls: once a use. Or a peer in another call would take the
@@ -171,7 +169,7 @@ class PulledFusedGemmAllToAll(PulledChunkedGemmAllToAll, FusedGemmAllToAll):
     """One persistent kernel. No copy waits for its counters of stored tiles."""
 
     def _leave_blocks(self) -> None:
-        self._call.reset_counters()
+        self._call.slot.counted.zero_()  # the epoch advances after the kernel, in the barrier
         operands = self._operands(self._call.blocks)
         launch.multiply_and_send(self._domain, self._call, self._plan, operands)
 

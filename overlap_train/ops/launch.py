@@ -41,13 +41,11 @@ Replaced = tuple[tuple[str, ...], ...]  # names of arguments, see gpu/launch.py
 class GatherOperands:
     """What a product of what arrives is made of.
 
-    sends: the kernel stores own at the peers. leaves: it multiplies the chunks that are counted so far; the next launch goes on
-    from there (kernels/arrivals.py).
-
     AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
     A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
 
-    Blocks of own may lie apart where the kernel reads its own one alone: Hopper's, where it sends nothing.
+    sends: the kernel stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
+    multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
     """
 
     own: torch.Tensor
@@ -74,7 +72,7 @@ class ScatterOperands:
 
 
 def on_a_gpu(domain: OverlapDomain) -> bool:
-    """Whether kernels are compiled, and not run by the interpreter, which has no clock and takes small pieces."""
+    """Whether kernels are compiled, and not run by the interpreter."""
     return domain.device.type == "cuda"
 
 
@@ -131,11 +129,8 @@ def readable(plan: EnginePlan, operands: GatherOperands) -> GatherOperands:
 
 
 def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
-    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, and `operands.staging` or, where that is None, the
-    peers' slots.
-
-    GEMM + RS with `EnginePlan.reduces_later` leaves the own partial there, GEMM + A2A the own block.
-    """
+    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, with `EnginePlan.reduces_later` by the own partial,
+    and `operands.staging` or, where that is None, the peers' slots."""
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     written = y if staging is None else staging
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())

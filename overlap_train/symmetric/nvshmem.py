@@ -56,8 +56,18 @@ def open_nvshmem_heap(
         with bounded("overlap_train: free NVSHMEM memory", callers):
             core.free_tensor(memory)
 
+    def view_of(rank: int) -> torch.Tensor:
+        try:
+            return memory if rank == agreement.rank else core.get_peer_tensor(memory, rank - world.start)
+        except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
+            raise ValueError(
+                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
+                f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
+                f"(--overlap-train-node-ranks)"
+            ) from error
+
     def views_of_all() -> list[torch.Tensor]:
-        views = [memory if rank == agreement.rank else _peer(core, memory, rank, world.start) for rank in ranks]
+        views = [view_of(rank) for rank in ranks]
         torch.cuda.synchronize(device)
         return views
 
@@ -69,17 +79,6 @@ def open_nvshmem_heap(
         free()
         raise
     return SymmetricHeap("nvshmem", views, ranks.start, free=free)
-
-
-def _peer(core: Any, memory: torch.Tensor, rank: int, world_first: int) -> torch.Tensor:
-    try:
-        return core.get_peer_tensor(memory, rank - world_first)
-    except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
-        raise ValueError(
-            f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
-            f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
-            f"(--overlap-train-node-ranks)"
-        ) from error
 
 
 def finalize() -> None:
