@@ -1,21 +1,11 @@
-"""torch.autograd.Function at less host time: what torch does on each call for transforms that nobody uses is left out.
+"""The public operators of tensor and sequence parallelism, and their autograd functions (Ulysses' are in `ulysses/`).
 
-The passes of the column and the row linear of tensor parallelism, each one operator of its group.
+    all_gather_linear (column)      forward  AG(x) + GEMM    backward  GEMM + RS for dx, beside AG(x) for dw, whose GEMM runs
+                                                                       under the end of the RS
+    linear_reduce_scatter (row)     forward  GEMM + RS       backward  AG(dy) + GEMM for dx; dw with the dy just gathered
 
-    column    forward  AG(x) + GEMM    backward  GEMM + RS for dx, beside AG(x) for dw, whose GEMM runs under the end of the RS
-    row       forward  GEMM + RS       backward  AG(dy) + GEMM for dx; dw with the dy just gathered
-
-linear.py gives them to autograd. Under Ulysses, parts of a long sequence call them one by one (ulysses/two_groups.py).
-
-The public operators of tensor and sequence parallelism, and their autograd functions (Ulysses' are in `ulysses/`).
-
-Forward and backward share two engines, crossed: the dgrad of one operator is the forward engine of the other.
-
-    all_gather_linear        forward  AG(x) + GEMM        dgrad  GEMM + RS        wgrad  AG(x) under the dgrad GEMM; its own GEMM
-                                                                                         runs under the end of the RS
-    linear_reduce_scatter    forward  GEMM + RS           dgrad  AG(dy) + GEMM    wgrad  with the dy just gathered
-
-The passes are here; ops/spec.py has a row for each operator, ops/plan.py what a plan decides.
+The passes are here; parts of a long sequence under Ulysses call them one by one, too (ulysses/two_groups.py). ops/spec.py has a
+row for each operator, ops/plan.py what a plan decides.
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.
 """
@@ -33,9 +23,10 @@ from torch.autograd.function import once_differentiable as refusing
 
 from .config import OverlapConfig
 from .group.domain import is_profiling, profiled
-from .ops.plan_cache import OnPlan, PlannedOp, op_of
+from .ops.plan_cache import OnPlan, op_of
+from .ops.planned import PlannedOp
 from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
-from .ops.table import start_ag_gemm, start_gemm_rs
+from .ops.table import start_engine
 from .ops.wgrad import WeightGradient
 
 
@@ -80,9 +71,8 @@ def column_forward(
     linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
-    domain, plan, tags = linear.domain, linear.plan, linear.tags
     with linear.forward:
-        gather = start_ag_gemm(domain, plan.fprop, tags.fprop, x_shard_m)
+        gather = start_engine(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_m)
         y_shard_n = gather.matmul(w_shard_n.t())
         return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
 
@@ -101,10 +91,10 @@ def column_backward(
     with linear.backward[wants_dx, dw is not None]:
         if wgrad is not None:
             assert x is not None
-            gather = start_ag_gemm(domain, wgrad, tags.wgrad, x)
+            gather = start_engine(domain, wgrad, tags.wgrad, x)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
-            scatter = start_gemm_rs(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
+            scatter = start_engine(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
             if gather is not None:
                 gather.keep_own(dgrad)
         if dw is not None:
@@ -123,7 +113,7 @@ def column_backward(
 def row_forward(linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
     with linear.forward:
-        return start_gemm_rs(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
+        return start_engine(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
 
 
 def row_backward(
@@ -137,7 +127,7 @@ def row_backward(
     """
     domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
     with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
-        gather = start_ag_gemm(domain, plan.dgrad, tags.dgrad, dy_shard_m)
+        gather = start_engine(domain, plan.dgrad, tags.dgrad, dy_shard_m)
         if wants_dx:
             dx_shard_k = gather.matmul(w_shard_k)
             if dw is not None:
@@ -247,9 +237,9 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
-def weight_gradient_of(ctx: Any) -> WeightGradient:
-    """That of a linear's backward, whose second input is the weight."""
-    return WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx)
+def weight_gradient_of(ctx: Any) -> WeightGradient | None:
+    """That of a linear's backward, whose second input is the weight; None: it is frozen."""
+    return WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx) if ctx.needs_input_grad[1] else None
 
 
 class _AllGatherLinear(torch.autograd.Function):
@@ -265,9 +255,8 @@ class _AllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         saved, w_shard_n = ctx.saved_tensors
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dw = weight_gradient_of(ctx) if wants_dw else None
-        dx_shard_m = column_backward(ctx.linear, dy_shard_n, saved, w_shard_n, dw, wants_dx)
+        dw = weight_gradient_of(ctx)
+        dx_shard_m = column_backward(ctx.linear, dy_shard_n, saved, w_shard_n, dw, ctx.needs_input_grad[0])
         return dx_shard_m, None if dw is None else dw.result(), None
 
 
@@ -283,9 +272,8 @@ class _LinearReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dw = weight_gradient_of(ctx) if wants_dw else None
-        dx_shard_k = row_backward(ctx.linear, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, wants_dx)
+        dw = weight_gradient_of(ctx)
+        dx_shard_k = row_backward(ctx.linear, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, ctx.needs_input_grad[0])
         return dx_shard_k, None if dw is None else dw.result(), None
 
 

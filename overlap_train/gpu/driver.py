@@ -1,9 +1,7 @@
-"""The CUDA driver calls of the hot path, through ctypes.
+"""The CUDA driver calls of the hot path, through ctypes; and cuBLAS, told to leave SMs to others.
 
 A call of the general bindings costs 5 microseconds of host time, of which the driver needs two or three; an operator makes a
 dozen. Handles and addresses are plain integers here.
-
-cuBLAS, told to leave SMs to others.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,22 +40,15 @@ def leave_captures_alone() -> None:
 
 
 class CudaDriver:
-    """The driver for one device. Each call returns a status, 0 if all went well, for `check`.
+    """The driver for one device. Each call of _SIGNATURES returns a status, 0 if all went well, for `check`.
 
     copy(target, source, nbytes, stream), wait_value(stream, address, least, flags), record_event(event, stream),
     wait_event(stream, event, flags), launch(configuration, function, parameters, None).
     """
 
-    copy: Any
-    wait_value: Any
-    current_context: Any
-    set_context: Any
-    create_event: Any
-    record_event: Any
-    wait_event: Any
-    launch: Any
-    encode_tensor_map: Any
-    replace_address: Any
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index
@@ -67,9 +58,7 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, function)
         context = ctypes.c_void_p()
-        torch.cuda.synchronize(
-            device
-        )  # makes the device's context current in this thread, which may not have used CUDA yet
+        torch.cuda.synchronize(device)  # makes its context current in this thread, which may not have used CUDA yet
         self.check(self.current_context(ctypes.byref(context)))
         assert context.value is not None
         self._context = context.value
@@ -89,7 +78,7 @@ class CudaDriver:
         return torch.cuda.is_current_stream_capturing()
 
     def in_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
-        """Bracket in which `stream` is the current one."""
+        """Scope in which `stream` is the current one."""
         return torch.cuda.stream(stream)
 
     def new_event(self) -> int:
@@ -133,17 +122,13 @@ class Blas:
             yield
             return
         handle, before = torch.cuda.current_blas_handle(), ctypes.c_int()
-        self._check(self._get(handle, ctypes.byref(before)), "cublasGetSmCountTarget")
-        count = min(before.value or self._count, self._count - sms)  # 0: all SMs
-        self._count_on(handle, count)
+        self._check(self._get(handle, ctypes.byref(before)))
+        self._check(self._set(handle, min(before.value or self._count, self._count - sms)))  # 0: all SMs
         try:
             yield
         finally:
-            self._count_on(handle, before.value)
+            self._check(self._set(handle, before.value))
 
-    def _count_on(self, handle: int, sms: int) -> None:
-        self._check(self._set(handle, sms), "cublasSetSmCountTarget")
-
-    def _check(self, status: int, function: str) -> None:
+    def _check(self, status: int) -> None:
         if status:
-            raise RuntimeError(f"cuBLAS refused to spare SMs for the network: status {status} of {function}")
+            raise RuntimeError(f"cuBLAS refused to spare SMs for the network: status {status}")

@@ -1,15 +1,11 @@
-"""A kernel's arguments, packed in memory as the driver takes them: numbers, addresses and tensor maps.
-
-Where a compiled kernel's parameters lie: taken from Triton's signature, and checked against the parameters in the PTX.
-
-Launching a kernel again by one driver call: its arguments are packed once (parameters.py), and a few of them replaced.
+"""Launching a kernel again by one driver call: its arguments are packed once, and a few of them replaced.
 
 Triton's launcher looks up, checks and packs every argument at every call, 50 to 80 microseconds of host time with tensor
 descriptors. From call to call only the addresses of the caller's tensors and the tag of the call change. Therefore the first
 launch goes through Triton, which compiles (ptx_check.py looks at the result before it runs). Later ones replace those values.
 
-If a kernel's parameters are not where entry.py expects them, because of another Triton version perhaps, one warning says so and
-every launch of that kernel goes through Triton.
+Where parameters lie is taken from Triton's signature, and checked against the PTX. If they lie elsewhere, because of another
+Triton version perhaps, one warning says so and every launch of that kernel goes through Triton.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import ctypes
 import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ..cache import BoundedCache
@@ -32,76 +29,43 @@ _L2_PROMOTION_128B = 2
 _ELSEWHERE = 0x5A5A_5A5A_5A50  # some address on 16 bytes
 
 
-class Parameters:
-    """Memory for a kernel's parameters, each on 64 bytes as tensor maps want it, and the table of their addresses.
+class PackedArguments:
+    """The arguments of one launch in memory of their own, each parameter on 64 bytes as tensor maps want it.
 
-    sizes: bytes of each parameter. words: all of the memory, as 64-bit words.
+    words: all of the memory, as 64-bit words. table: the address of each parameter. indices: by argument that of its first word,
+    which of a tensor descriptor has the address of the tensor.
     """
 
-    def __init__(self, sizes: list[int]) -> None:
-        offsets, end = [], 0
-        for size in sizes:
-            offsets.append(end)
-            end += -(-size // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
-        self._memory = ctypes.create_string_buffer(end + _MAP_ALIGNMENT)
-        self._offsets, self._start = offsets, _aligned(ctypes.addressof(self._memory))
-        self.words = (ctypes.c_uint64 * (end // 8)).from_address(self._start)
-        self.table = (ctypes.c_void_p * len(sizes))(*[self._start + offset for offset in offsets])
-
-    def address(self, index: int) -> int:
-        return self._start + self._offsets[index]
-
-    def word(self, index: int) -> int:
-        """The index of the parameter's first word."""
-        return self._offsets[index] // 8
-
-    def set(self, index: int, number: int) -> int:
-        """Write a parameter; returns the index of its word. The machine is little-endian: a smaller integer lies at its
-        beginning."""
-        word = self.word(index)
-        self.words[word] = number & (2**64 - 1)
-        return word
-
-
-class PackedArguments(Parameters):
-    """The arguments of one launch in memory of their own. By argument, maps: the address of its tensor map, if it is a tensor
-    descriptor; indices: that of its first word in `words`."""
-
     def __init__(self, driver: CudaDriver, entry: Entry, arguments: dict[str, Any]) -> None:
-        super().__init__(entry.sizes)
-        self.maps: dict[str, int] = {}
+        *offsets, end = accumulate((_aligned(size) for size in entry.sizes), initial=0)
+        self._memory = ctypes.create_string_buffer(end + _MAP_ALIGNMENT)
+        start = _aligned(ctypes.addressof(self._memory))
+        self.words = (ctypes.c_uint64 * (end // 8)).from_address(start)
+        self.table = (ctypes.c_void_p * len(offsets))(*[start + offset for offset in offsets])
         self.indices: dict[str, int] = {}
-        self._driver = driver
-        self._encoded: dict[int, int] = {}  # descriptor -> its first map: what few ranks do not use is one, many times
         parameter, shapes = 0, iter(entry.maps)
         for name, kind in entry.signature.items():
+            if kind == "constexpr":
+                continue
+            value, self.indices[name] = arguments[name], offsets[parameter] // 8
             if kind.startswith("tensordesc"):
-                parameter = self._pack_descriptor(name, parameter, arguments[name], next(shapes))
-            elif kind != "constexpr":
-                value = arguments[name].data_ptr() if kind.startswith("*") else arguments[name]
-                self.indices[name] = self.set(parameter, value)
+                _encode(driver, start + offsets[parameter], value, next(shapes))
+                parameter, numbers = parameter + 1, (*value.shape, *value.strides)
+            else:
+                numbers = (value.data_ptr() if kind.startswith("*") else value,)
+            for number in numbers:  # the machine is little-endian: a smaller integer lies at the beginning of its word
+                self.words[offsets[parameter] // 8] = number & (2**64 - 1)
                 parameter += 1
-
-    def _pack_descriptor(self, name: str, parameter: int, descriptor: Any, how: dict[str, Any]) -> int:
-        """Write a descriptor's map, shape and strides into the parameters from this one on; returns the number of the next.
-
-        how: the shape of its map, as Triton tells it.
-        """
-        place = self.address(parameter)
-        self.maps[name], self.indices[name] = place, self.word(parameter)
-        first = self._encoded.setdefault(id(descriptor), place)
-        if first == place:
-            _encode(self._driver, place, descriptor, how)
-        else:
-            ctypes.memmove(place, first, MAP_BYTES)
-        for number in (*descriptor.shape, *descriptor.strides):
-            parameter += 1
-            self.set(parameter, number)
-        return parameter + 1
 
 
 def _encode(driver: CudaDriver, place: int, descriptor: Any, how: dict[str, Any]) -> None:
-    """Write the tensor map of a row-major descriptor to `place`; the driver counts dimensions from the innermost."""
+    """Write the tensor map of a row-major descriptor to `place`; the driver counts dimensions from the innermost. how: the shape
+    of its map, as Triton tells it.
+
+    Raises:
+        LayoutError: the driver, told to replace the map's address, changes other than its first word. Launches store it there
+            themselves: calling the driver costs 0.2 microseconds and more for each map.
+    """
     rank, nbytes = len(descriptor.shape), how["elem_size"]
     sizes = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
     strides = (ctypes.c_uint64 * (rank - 1))(*[stride * nbytes for stride in reversed(descriptor.strides[:-1])])
@@ -110,24 +74,17 @@ def _encode(driver: CudaDriver, place: int, descriptor: Any, how: dict[str, Any]
     kind = _DRIVER_TYPE.get(how["elem_type"], how["elem_type"])
     layout = (sizes, strides, box, steps, 0, how["swizzle"], _L2_PROMOTION_128B, 0)
     driver.check(driver.encode_tensor_map(place, kind, rank, descriptor.base.data_ptr(), *layout))
-
-
-def address_is_first_word(driver: CudaDriver, place: int) -> bool:
-    """Whether the driver, told to replace the address of the map at `place`, changes its first word and nothing else.
-
-    Then a launch stores it there itself: calling the driver costs 0.2 microseconds and more for each map.
-    """
     memory = ctypes.create_string_buffer(MAP_BYTES + _MAP_ALIGNMENT)
     copied = _aligned(ctypes.addressof(memory))
     ctypes.memmove(copied, place, MAP_BYTES)
-    if driver.replace_address(copied, _ELSEWHERE):
-        return False
+    failed = driver.replace_address(copied, _ELSEWHERE)
     expected = _ELSEWHERE.to_bytes(8, "little") + ctypes.string_at(place + 8, MAP_BYTES - 8)
-    return ctypes.string_at(copied, MAP_BYTES) == expected
+    if failed or ctypes.string_at(copied, MAP_BYTES) != expected:
+        raise LayoutError("a tensor map does not begin with its address")
 
 
 def _aligned(address: int) -> int:
-    """The next address that may hold a tensor map."""
+    """The next address, or number of bytes, at which a tensor map may lie."""
     return -(-address // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
 
 
@@ -227,14 +184,10 @@ class LaunchCache:
         self._refused: set[Hashable] = set()
 
     def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:
-        """Launch on the current stream.
+        """Launch on the current stream. RuntimeError: the compiled kernel lacks a wait or a signal; it does not run.
 
-        Args:
-            values: addresses and integers for Launch.replaced, in that order.
-            describe: returns the launch, and is called only if it is not packed. Launches of one key differ in `values` alone.
-
-        Raises:
-            RuntimeError: the compiled kernel lacks a wait or a signal; it does not run.
+        values: addresses and integers for Launch.replaced, in that order. describe: returns the launch, and is called only if it
+        is not packed. Launches of one key differ in `values` alone.
         """
         packed = self._packed.get(key)
         if packed is not None:
@@ -291,14 +244,10 @@ class PackedLaunch:
 
     def __init__(self, driver: CudaDriver, entry: Entry, launch: Launch) -> None:
         self._launch, self._check, self._current_stream = driver.launch, driver.check, driver.current_stream
-        self._replace = driver.replace_address
         self._arguments = PackedArguments(driver, entry, launch.arguments)
-        self._words, maps, indices = self._arguments.words, self._arguments.maps, self._arguments.indices
-        replaced = [(number, name) for number, names in enumerate(launch.replaced) for name in names]
-        sealed = {name for name, place in maps.items() if not address_is_first_word(driver, place)}
-        # (which of the values, index in words), and (which of the values, address of a map that only the driver can change)
-        self._places = tuple((number, indices[name]) for number, name in replaced if name not in sealed)
-        self._sealed = tuple((number, maps[name]) for number, name in replaced if name in sealed)
+        self._words, indices = self._arguments.words, self._arguments.indices
+        # (which of the values, index in words)
+        self._places = tuple((number, indices[name]) for number, names in enumerate(launch.replaced) for name in names)
         self._configuration = _Configuration(launch.grid[0], 1, 1, entry.threads, 1, 1, entry.shared)
         # ctypes converts numbers at each call; these stay as they are.
         pointers = (ctypes.addressof(self._configuration), entry.function, ctypes.addressof(self._arguments.table))
@@ -308,8 +257,6 @@ class PackedLaunch:
         words = self._words
         for number, index in self._places:
             words[index] = values[number]
-        for number, place in self._sealed:
-            self._check(self._replace(place, values[number]))
         self._configuration.stream = self._current_stream()
         failed = self._launch(*self._pointers, None)
         if failed:

@@ -1,17 +1,4 @@
-"""What a kernel is compiled for: launches whose arguments are of equal kinds run the same binary.
-
-Triton works this out at every launch and warm-up: 0.24 ms for the 30 arguments of our kernels, 2 ms of a step of four MLPs whose
-length is new (H200's host, under cProfile). Our kinds are at least as fine as Triton's. If they are finer, Triton is asked more
-often than it need be.
-
-Compiling a kernel under one key, whatever was compiled before it.
-
-Triton finds a compiled kernel by a key of its text, that of the functions it calls, and the constants of these. It notes the
-constants of a called function only if that function's own key is known by then (Triton 3.6). So the key would depend on which
-kernels a process has compiled before. Later runs would not find in the cache what is there, nor what was compiled ahead
-(benchmarks/probes/), and compile it again in 3 s a kernel. We ask for the keys of the called functions first.
-
-Proof that a compiled kernel still waits and signals, before it runs for the first time.
+"""Proof that a compiled kernel still waits and signals, before it runs for the first time.
 
 Compilers are known to drop polls and to move stores past the count that signals them, which shows as a wrong result once in a
 thousand steps. Triton compiles on the user's machine, in whatever version is there: its PTX is checked there.
@@ -20,7 +7,7 @@ thousand steps. Triton compiles on the user's machine, in whatever version is th
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +16,10 @@ _ALIGNMENT = 16  # of addresses and numbers, as Triton looks at them
 
 
 def kinds(arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> Hashable:
-    """The kinds of a launch's arguments, and its constexprs and launch options."""
+    """The kinds of a launch's arguments, its constexprs and launch options. If these are equal, launches run the same binary.
+
+    Triton works this out at every launch and warm-up, in 0.24 ms for 30 arguments. Ours are at least as fine as Triton's: if they
+    are finer, Triton is asked more often than it need be."""
     return tuple((name, _kind(value)) for name, value in arguments.items()), tuple(constants.items())
 
 
@@ -52,22 +42,17 @@ def compiled(kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants
 
 
 def settle_key(function: Any) -> None:
-    """Have Triton work out the keys of what `function` calls, then its own. Triton keeps each."""
-    if _has_key(function):
-        for called in _called(function):
-            settle_key(called)
+    """Have Triton work out the keys of what `function` calls, then its own. Triton keeps each.
+
+    Triton finds a compiled kernel by a key of its text, that of the functions it calls, and the constants of these. It notes the
+    constants of a called function only if that function's own key is known by then (Triton 3.6). So the key would depend on which
+    kernels a process has compiled before. Later runs would not find in the cache what is there, nor what was compiled ahead
+    (benchmarks/probes/), and compile it again in 3 s a kernel.
+    """
+    if hasattr(type(function), "cache_key"):  # Triton compiles it. To look at the key itself would work it out
+        for name in function.fn.__code__.co_names:
+            settle_key(function.fn.__globals__.get(name))
         _ = function.cache_key  # a property, which remembers
-
-
-def _called(function: Any) -> Iterator[Any]:
-    """The functions of ours that it calls. Triton's own count with Triton's version."""
-    scope = function.fn.__globals__
-    return (scope[name] for name in function.fn.__code__.co_names if _has_key(scope.get(name)))
-
-
-def _has_key(value: Any) -> bool:
-    """Whether Triton compiles it. The key itself is not looked at, which would work it out."""
-    return hasattr(type(value), "cache_key")
 
 
 # Modifiers come in another order in other versions of Triton, so each is looked for by itself.
@@ -149,37 +134,28 @@ def _in_order(ptx: str, proof: tuple[str, ...]) -> bool:
 
 
 class Verifier:
-    """Checks each compiled kernel once."""
+    """Checks what each kind of launch runs, once."""
 
     def __init__(self) -> None:
-        self._verified: set[str] = set()  # by Triton's hash of source, constants and target
         # Kernels, which so keep their ids, and binaries, by a kernel's id and the kinds of arguments.
         self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
-        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals. Returns the binary.
-
-        Raises:
-            RuntimeError: one is not there, or not in its place.
-        """
-        # By its id: the hash of a kernel is Triton's key, which would be worked out too early (compiling.py).
+        """Compile `kernel` for these arguments, without launching it, and look for its waits and signals: RuntimeError, if one is
+        not there, or not in its place. Returns the binary."""
+        # By its id: the hash of a kernel is Triton's key, which would be worked out too early (settle_key).
         key = id(kernel), kinds(arguments, constants)
         if key not in self._known:
             binary = compiled(kernel, grid, arguments, constants)
-            self._check(binary, constants)
+            name = binary.metadata.name
+            lacking = missing(binary.asm["ptx"], name, constants)
+            if lacking is not None:
+                import triton
+
+                raise RuntimeError(
+                    f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: "
+                    f"{'; '.join(lacking)}. It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave "
+                    f"--overlap-train out"
+                )
             self._known[key] = kernel, binary
         return self._known[key][1]
-
-    def _check(self, binary: Any, constants: Mapping[str, Any]) -> None:
-        if binary.hash in self._verified:
-            return
-        name = binary.metadata.name
-        lacking = missing(binary.asm["ptx"], name, constants)
-        if lacking is not None:
-            import triton
-
-            raise RuntimeError(
-                f"{name}: as Triton {triton.__version__} has compiled it, its PTX lacks, in this order: {'; '.join(lacking)}. "
-                f"It would not wait or signal as it must. Use Triton 3.6, which was tested, or leave --overlap-train out"
-            )
-        self._verified.add(binary.hash)

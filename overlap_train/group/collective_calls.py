@@ -6,34 +6,20 @@ its calls where the others of its machine can read them, and whoever comes to a 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from ..symmetric.agreement import Agreement, say_on_rank_0
 from ..symmetric.host import share_on_machine
-from .signals import FaultRecord, OverlapMismatchError, Tag, epoch_of, next_word
+from ..symmetric.peers import OverlapMismatchError
+from .signals import FaultRecord, Tag, epoch_of, next_word
 
 _NOTED = 1024  # calls; a host is no further ahead of its GPU than the 1024 launches that a stream queues
-
-
-class CollectiveCalls(Protocol):
-    """How a rank enters the calls of collectives of its domain."""
-
-    def enter(self, tag: Tag) -> None:
-        """Begin the call `tag`, before the library is called.
-
-        Raises:
-            OverlapMismatchError: a rank is in another call.
-            OverlapTimeoutError: a rank did not come.
-        """
-        ...
 
 
 def collective_calls(agreement: Agreement, fault: FaultRecord, device: torch.device) -> CollectiveCalls:
     """The calls of one domain. Collective."""
     if device.type == "cpu":
-        return AskedCalls(agreement)
+        return CollectiveCalls(agreement)
     try:
         table = share_on_machine(agreement, _NOTED * agreement.world_size * 8)
     except RuntimeError as error:  # on all ranks alike
@@ -44,13 +30,20 @@ def collective_calls(agreement: Agreement, fault: FaultRecord, device: torch.dev
     return calls
 
 
-class AskedCalls:
-    """Ranks exchange the tags of each call through the store of their group, and wait for each other."""
+class CollectiveCalls:
+    """How a rank enters the calls of collectives of its domain: on the CPU ranks exchange the tag of each call through the
+    store of their group, and wait for each other."""
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
 
     def enter(self, tag: Tag) -> None:
+        """Begin the call `tag`, before the library is called.
+
+        Raises:
+            OverlapMismatchError: a rank is in another call.
+            OverlapTimeoutError: a rank did not come.
+        """
         mine = self._agreement.rank
         for rank, theirs in enumerate(self._agreement.exchange(tag, str(tag), kind="collective call")):
             if theirs != tag:
@@ -60,8 +53,8 @@ class AskedCalls:
                 )
 
 
-class NotedCalls:
-    """A table of words (tags.py): row n % _NOTED has the n-th call of each rank, in its own column. Nobody waits.
+class NotedCalls(CollectiveCalls):
+    """A table of words (signals.py): row n % _NOTED has the n-th call of each rank, in its own column. Nobody waits.
 
     A rank that comes to a call first sees an older word of the other there. `look`, which a thread of FaultRecord calls, compares
     these calls later. Words of ranks of other machines stay 0, an epoch that no call has.

@@ -1,12 +1,8 @@
-"""Copies and signals that cost no SM: by the copy engine on GPUs (copy_stream.py), by a thread on the CPU (copy_thread.py).
+"""Copies and signals that cost no SM: by a side stream, which gives them to the GPU's copy engine; by a thread on the CPU.
 
 A push is a copy into a peer's memory followed by its signal (rule 1: data first, then the signal). A pull is a copy out of a
 peer's memory, after a barrier: the peer has put there what is copied. Both engines work through these in the order in which they
 were enqueued. Where pushes go does not change from call to call: a `Route` is worked out once, and a call only adds the source.
-
-A side stream whose copies the GPU's copy engine makes.
-
-A thread that plays the copy engine on the CPU.
 """
 
 from __future__ import annotations
@@ -27,11 +23,11 @@ from .signals import poll
 
 @dataclass(frozen=True)
 class Push:
-    """Copy `source` into `target`, then `epoch` into `signal`.
+    """Copy `source` into `target`, then `epoch` into `signal`; not before the counter, int64 [1], has reached the goal in
+    `after`.
 
-    source, target: same shape and dtype, contiguous; target lies in a peer's memory.
-    signal: int64 [1] in the peer's memory, written by this rank alone. epoch: int64 [1], this rank's own.
-    after: (counter int64 [1], goal): do not start before the counter has reached the goal; None: start at once.
+    source, target: same shape and dtype, contiguous; target lies in a peer's memory. signal: int64 [1] in the peer's memory,
+    written by this rank alone. epoch: int64 [1], this rank's own.
     """
 
     source: torch.Tensor
@@ -41,19 +37,8 @@ class Push:
     after: tuple[torch.Tensor, int] | None = None
 
 
-@dataclass(frozen=True)
-class Pull:
-    """Copy `source`, which lies in a peer's memory, into `target`: same shape and dtype, contiguous."""
-
-    source: torch.Tensor
-    target: torch.Tensor
-
-
 class Route:
-    """A push without its source. It takes what lies `first` elements after the source's start, whatever the source's strides.
-
-    target, signal, epoch, after: see Push.
-    """
+    """A Push without its source. It takes what lies `first` elements after the source's start, whatever the source's strides."""
 
     def __init__(
         self, first: int, target: torch.Tensor, signal: torch.Tensor, epoch: torch.Tensor,
@@ -74,51 +59,39 @@ class Route:
 
 
 class CopyEngine(Protocol):
-    """What operators need of a copy engine. `begin` .. `join` bracket one operator's pushes and pulls."""
+    """What operators need of a copy engine. Between `begin` and `join` are one operator's pushes and pulls."""
 
     def begin(self) -> None:
         """Let the caller's stream wait for the previous operator, which may have run in another stream."""
-        ...
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue pushes of what the caller's stream has written into `source` so far, and return."""
-        ...
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
         """Launch a kernel that writes `source` and counts what the pushes wait for (`Route.after`), and enqueue them."""
-        ...
 
     def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Enqueue copies of what lies at peers, once the caller's stream has come here. `join` waits for them, too."""
-        ...
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Enqueue a copy within this rank's memory behind what is pushed. Both are contiguous.
-
-        This operator has pushed from `source` before. That push ordered the copy behind what the caller's stream had enqueued by
-        then, and it keeps `source` alive until `join`.
-        """
-        ...
+        """Enqueue a copy within this rank's memory behind what is pushed. Both are contiguous. This operator has pushed from
+        `source` before, which ordered the copy behind what the caller's stream had enqueued by then, and keeps `source` until
+        `join`."""
 
     def wait_kept(self) -> None:
         """The caller's stream goes on only when what was to be kept last is copied."""
-        ...
 
     def begin_ahead(self) -> None:
         """What is pushed or pulled from here on is the next operator's. The next `join` need not wait for it."""
-        ...
 
     def join(self) -> None:
         """The caller's stream goes on only when all pushes and pulls are done; the sources of pushes may be reused."""
-        ...
 
     def is_idle(self) -> bool:
         """Whether what operators have enqueued on the device is done. Any thread may ask."""
-        ...
 
     def close(self) -> None:
         """Finish what is enqueued and end."""
-        ...
 
 
 AT_LEAST = 0  # how a stream compares a word with the value that it waits for
@@ -140,7 +113,7 @@ class StreamCopyEngine:
     def begin(self) -> None:
         self._driver.enter()  # it may be the first CUDA call of a thread of autograd
         current, last = self._driver.current_stream(), self._last_stream
-        # What is captured into a graph cannot wait for what is not, and has not run; graph.py puts a barrier at both ends.
+        # What is captured into a graph cannot wait for what is not, and has not run; registry.py puts a barrier at both ends.
         if current == last or self._driver.is_capturing():
             return
         if last is not None:
@@ -229,18 +202,12 @@ def run_push(push: Push, pause: Callable[[float], None] = time.sleep, timeout_s:
     push.signal.copy_(push.epoch)
 
 
-@torch.no_grad()
-def run_pull(pull: Pull) -> None:
-    """One pull on the CPU."""
-    pull.target.copy_(pull.source)
-
-
 class HostCopyEngine:
     """A daemon thread plays the copy engine."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._pending = 0
         self._ahead: int | None = None  # how many of these are of the next operator, where it has begun
         self._error: Exception | None = None
@@ -266,10 +233,9 @@ class HostCopyEngine:
         self._enqueue([partial(run_push, route.push(source), timeout_s=self._timeout_s) for route in routes])
 
     def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        pulls = [Pull(source, target) for source, target in zip(sources, targets, strict=True)]
-        self._enqueue([partial(run_pull, pull) for pull in pulls])
+        self._enqueue([partial(target.copy_, source) for source, target in zip(sources, targets, strict=True)])
 
-    def _enqueue(self, copies: Sequence[Callable[[], None]]) -> None:
+    def _enqueue(self, copies: Sequence[Callable[[], object]]) -> None:
         with self._idle:
             self._pending += len(copies)
             self._ahead = None if self._ahead is None else self._ahead + len(copies)

@@ -1,10 +1,7 @@
-"""Named ranges around what the operators enqueue, for torch.profiler and Nsight Systems.
+"""The overlap domain of a process group: its heap, slots and copy engine, and how its ranks reach each other (`OneNode`; across
+several nodes: nodes/). And the scope around each of its operators.
 
-The scopes around an operator: one thread at a time; before it slots are free, after it pushes are done and waits checked.
-
-The overlap domain of a process group: its heap, slots and copy engine. All state that outlives a call hangs here.
-
-registry.py knows the domains of this process. bracket.py is around each operator. prepare.py makes room for what is new.
+All state that outlives a call hangs here. registry.py knows the domains of this process.
 """
 
 from __future__ import annotations
@@ -14,7 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +22,17 @@ from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..kernels.signal_words import FAULT_SET
 from ..schedule.order import Topology
-from ..symmetric import SymmetricHeap
+from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import Agreement
+from ..symmetric.host import Offer
 from .collective_calls import CollectiveCalls, collective_calls
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .signals import FaultRecord, Tag
 from .slots import Layout
-from .span import OneNode, span_of
-from .topology import Nodes, NodeSettings, find_nodes
+from .topology import Nodes, find_nodes
+from .waits import BoundedWaits
 from .workspace import Workspace
 
-T = TypeVar("T")
 OUTSIDE: AbstractContextManager[Any] = nullcontext()
 # In C, where torch has CUDA.
 _is_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -103,6 +101,51 @@ class OperatorScope:
             fault.check()
 
 
+class OneNode:
+    """A group whose ranks map each other's memory.
+
+    staged_blocks: blocks of symmetric memory that a rank holds beside its slots, to send from. network_gbs: GB/s of the network
+    between nodes in each direction; 0: none, or not measured. graphs: whether CUDA graphs may hold its slots.
+    """
+
+    reach = "node"  # of TABLE in ops/table.py
+    staged_blocks = 0
+    network_gbs = 0.0
+    graphs = True
+    is_connected = True  # nothing has to be
+
+    def __init__(self, domain: OverlapDomain) -> None:
+        self.domain = domain
+
+    def provider(self) -> str:
+        """The name of the provider of the group's symmetric memory. ValueError: it cannot serve the group."""
+        domain = self.domain
+        return resolve_provider(domain.group, domain.config.provider, domain.device)
+
+    def offer(self, layout: Layout) -> Offer | None:
+        """Memory that peers may map, told in the agreement on a first call; None: the provider has its own way."""
+        return Offer(layout.nbytes) if self.domain.device.type == "cpu" else None
+
+    def new_memory(self, layout: Layout, offer: Offer | None) -> tuple[SymmetricHeap, Workspace]:
+        """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
+        domain = self.domain
+        heap = heap_by(self.provider(), domain.agreement, layout.nbytes, domain.device, offer=offer)
+        waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
+        return heap, Workspace(heap, layout, domain.device, waits)
+
+    def meet_before_growth(self) -> None:
+        """What an operator that raised has sent comes before the heap is replaced: inside a node it has."""
+
+    def products_beside(self, started: Any) -> AbstractContextManager[None]:
+        """Scope of library products that leave SMs to what a pass of the plan `started` sends and adds meanwhile; None: nothing
+        is under way. Engines have one around their own products."""
+        return OUTSIDE
+
+    def settled(self, config: OverlapConfig) -> OverlapConfig:
+        """`config` with what the connected network was measured to need."""
+        return config
+
+
 class OverlapDomain:
     """The ranks that exchange chunks with each other, and what they share. Made by `domain_of`, by all ranks together."""
 
@@ -125,7 +168,6 @@ class OverlapDomain:
         self.closed = False
         self.graphed = False  # inside graph.graphed
         self.captured = False  # a CUDA graph holds addresses of the heap
-        self.has_run = False  # an operator, with a plan
         self.at_close: list[Callable[[], object]] = []
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
@@ -134,24 +176,14 @@ class OverlapDomain:
 
     @cached_property
     def nodes(self) -> Nodes:
-        """The nodes of the group. Collective where no call has found them yet."""
-        return self._find_nodes("overlap_train: find the nodes of the group", lambda nodes: None)[0]
+        """The nodes of the group. Collective where `find_nodes` has not found them yet."""
+        return self.find_nodes("overlap_train: find the nodes of the group")
 
-    def find_nodes(self, what: str, read: Callable[[int], T]) -> T:
-        """Find the nodes, before any memory is shared. Returns what rank 0 has read for a group of so many. Collective.
-
-        what: what the ranks do here, for errors.
-        """
-        if "nodes" in self.__dict__:
-            found = read(self.topology.nodes) if self.rank == 0 else None
-            return self.agreement.exchange(found, what, kind="first call of a group")[0]
-        self.nodes, told = self._find_nodes(what, read)
-        return told
-
-    def _find_nodes(self, what: str, read: Callable[[int], T]) -> tuple[Nodes, T]:
-        config = self.config
-        settings = NodeSettings(config.node_ranks, config.network, config.network_sms, config.reduce_sms)
-        return find_nodes(self.agreement, self.device, settings, what, read)
+    def find_nodes(self, what: str) -> Nodes:
+        """Find the nodes, unless a call has. Collective then. what: what the ranks do here, for errors."""
+        if "nodes" not in vars(self):
+            self.nodes = find_nodes(self.agreement, self.device, self.config, what)
+        return self.nodes
 
     @property
     def topology(self) -> Topology:
@@ -196,12 +228,8 @@ class OverlapDomain:
         """The scope of one autograd pass of an operator. It may be kept, and entered again and again.
 
         Calls from several streams run in the order of their scopes. At its end the scope joins all pushes; then their sources
-        may be freed.
-
-        Args:
-            slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each of them.
-            barrier_first: whether the pass starts with a barrier.
-            shown_as: the name of its range in profiles.
+        may be freed. slots: how many gathers and scatters the pass makes by way of symmetric memory, at most. It waits for each
+        of them. barrier_first: whether the pass starts with a barrier. shown_as: the name of its range in profiles.
 
         Raises:
             RuntimeError: see check_usable; or another thread is in an operator of the same group.
@@ -211,21 +239,17 @@ class OverlapDomain:
         return OperatorScope(self, tag, slots, barrier_first, shown_as)
 
     def begin_ahead(self) -> None:
-        """Begin the next operator before the running one has read, or pulled, what it receives. The next one's bracket follows.
+        """Begin the next operator, which makes one call, before the running one has read, or pulled, what it receives.
 
-        The next operator makes one call. The running one has sent everything by copies, or its ranks have met in a barrier and
-        pull. (What a kernel is yet to send would come after what the next operator sends.)
+        The running one has sent all by copies, or pulls: what a kernel is yet to send would come after what the next one sends.
         """
         self.engine.begin_ahead()
         self.workspace.begin_ahead()
 
     @contextmanager
     def exclusively(self, name: str) -> Iterator[None]:
-        """A scope that one thread of this process may be in at a time: the ranks' calls of a group need one order.
-
-        Raises:
-            RuntimeError: another thread is in an operator of this group.
-        """
+        """A scope that one thread of this process may be in at a time: the ranks' calls of a group need one order. Else it raises
+        RuntimeError."""
         if not self.in_use.acquire(False):
             raise _another_thread(name)
         try:
@@ -236,28 +260,13 @@ class OverlapDomain:
         finally:
             self.in_use.release()
 
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """A scope in which no operator of the group is under way, and none begins in another thread.
-
-        Raises:
-            RuntimeError: one is under way, perhaps in this thread, where a signal handler runs in the middle of it: what the
-                operator goes on with would be gone.
-        """
-        if self.in_use._is_owned() or not self.in_use.acquire(False):  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this one; "
-                "call it when the operator has returned"
-            )
-        try:
-            yield
-        finally:
-            self.in_use.release()
-
     @cached_property
     def span(self) -> OneNode:
-        """How the ranks reach each other. Collective at its first use."""
-        return span_of(self)
+        """How the ranks reach each other. Collective at its first use: it finds the nodes."""
+        if self.topology.nodes == 1:
+            return OneNode(self)
+        make: Callable[[OverlapDomain], OneNode] = import_module("...nodes", __name__).SeveralNodes
+        return make(self)
 
     def take_memory(self, heap: SymmetricHeap, workspace: Workspace, layout: Layout) -> None:
         """Let calls use a new heap and its slots, in place of those before, which are closed."""
@@ -266,7 +275,7 @@ class OverlapDomain:
 
     def _close_heap(self) -> None:
         """Unmap the heap at once. torch's heap waits for the device when it is freed. Later that could happen between the launch
-        of a kernel and its pushes (copy_stream.py)."""
+        of a kernel and its pushes (copy_engine.py)."""
         if self.heap is None:
             return
         del self.workspace  # it holds views of the heap,

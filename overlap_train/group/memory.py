@@ -15,6 +15,8 @@ from .domain import OverlapDomain, barrier
 from .signals import Tag
 from .slots import SLOTS, Layout, with_room
 
+_MIB = 1 << 20
+
 
 @dataclass(frozen=True)
 class Request:
@@ -41,82 +43,59 @@ class Request:
 
     def covering(self, other: Request) -> Request:
         """This request, of memory that is enough for the other one, too."""
-        return replace(
-            self,
-            slot_bytes=max(self.slot_bytes, other.slot_bytes),
-            flagged_bytes=max(self.flagged_bytes, other.flagged_bytes),
-        )
+        slot_bytes, flagged_bytes = max(self.slot_bytes, other.slot_bytes), max(self.flagged_bytes, other.flagged_bytes)
+        return replace(self, slot_bytes=slot_bytes, flagged_bytes=flagged_bytes)
 
 
-_MIB = 1 << 20
+def holds(domain: OverlapDomain, request: Request) -> bool:
+    """Whether the heap holds what a request needs."""
+    return not request.shares_memory or (domain.heap is not None and _needed(domain, request) == domain.layout)
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """The symmetric memory that a domain has, and may have.
+def may_hold(domain: OverlapDomain, request: Request) -> bool:
+    """Whether it does, or may grow until it does."""
+    return holds(domain, request) or (not domain.captured and _fits(domain, _needed(domain, request)))
 
-    layout: of what is there; None: nothing. world_size: ranks of the group. most_mib: OverlapConfig.symmetric_mib. exchange_mib:
-    OverlapConfig.exchange_limit_mib. is_captured: a CUDA graph holds addresses of it. staged_blocks: blocks that a rank holds
-    beside the slots, to send from.
+
+def _needed(domain: OverlapDomain, request: Request) -> Layout:
+    return domain.layout.covering(request.slot_bytes, request.flagged_bytes)
+
+
+def _nbytes(domain: OverlapDomain, layout: Layout) -> int:
+    return layout.nbytes + domain.span.staged_blocks * layout.block_bytes
+
+
+def _fits(domain: OverlapDomain, layout: Layout) -> bool:
+    return _nbytes(domain, layout) <= domain.config.symmetric_mib * _MIB
+
+
+def _grown(domain: OverlapDomain, request: Request, name: str) -> Layout:
+    """The layout to allocate for a request that the heap does not hold. name: what errors call the operator.
+
+    Raises:
+        ValueError: it may not grow so far.
     """
-
-    layout: Layout | None
-    world_size: int
-    most_mib: int
-    exchange_mib: int
-    is_captured: bool
-    staged_blocks: int = 0
-
-    def holds(self, request: Request) -> bool:
-        """Whether what is there is enough."""
-        return self.layout is not None and self._needed(request) == self.layout
-
-    def may_hold(self, request: Request) -> bool:
-        """Whether what is there is enough, or may grow until it is."""
-        return self.holds(request) or (not self.is_captured and self._fits(self._needed(request)))
-
-    def grown(self, request: Request, name: str) -> Layout:
-        """The layout to allocate for a request that it does not hold. name: what errors call the operator.
-
-        Raises:
-            ValueError: it may not grow so far.
-        """
-        needed = self._needed(request)
-        if self.is_captured:
-            raise ValueError(
-                f"{name} with {request.what} needs more symmetric memory, but a CUDA graph holds addresses of what is "
-                f"there; run the largest shapes before capturing, or free the graph, call overlap_train.forget_graphs(group) on "
-                f"all ranks and capture again"
-            )
-        if not self._fits(needed):
-            raise ValueError(
-                f"symmetric_mib={self.most_mib} is too small: {name} with {request.what} needs "
-                f"{-(-self._nbytes(needed) // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
-                f"{(needed.slot_bytes + needed.flagged_bytes) / _MIB:.1f} MiB{self._staging(needed)}); raise "
-                f"OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
-            )
-        # With more room than is needed, longer rows cost no agreement.
-        larger = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
-        return larger if self._fits(larger) and not self._passes_limit(needed, larger) else needed
-
-    def _staging(self, layout: Layout) -> str:
-        """What is held beside the slots, in words."""
-        return f", and {layout.block_bytes / _MIB:.1f} MiB to send from" if self.staged_blocks else ""
-
-    def _passes_limit(self, needed: Layout, larger: Layout) -> bool:
-        """Whether exchanges, whose parts were cut to fit into exchange_mib, would have more than that for the sake of room."""
-        limit = self.exchange_mib * _MIB // SLOTS
-        return needed.slot_bytes + needed.flagged_bytes <= limit < larger.slot_bytes + larger.flagged_bytes
-
-    def _needed(self, request: Request) -> Layout:
-        there = self.layout or Layout(self.world_size, 0)
-        return there.covering(request.slot_bytes, request.flagged_bytes)
-
-    def _fits(self, layout: Layout) -> bool:
-        return self._nbytes(layout) <= self.most_mib * _MIB
-
-    def _nbytes(self, layout: Layout) -> int:
-        return layout.nbytes + self.staged_blocks * layout.block_bytes
+    needed, config = _needed(domain, request), domain.config
+    if domain.captured:
+        raise ValueError(
+            f"{name} with {request.what} needs more symmetric memory, but a CUDA graph holds addresses of what is "
+            f"there; run the largest shapes before capturing, or free the graph, call overlap_train.forget_graphs(group) on "
+            f"all ranks and capture again"
+        )
+    if not _fits(domain, needed):
+        staging = f", and {needed.block_bytes / _MIB:.1f} MiB to send from" if domain.span.staged_blocks else ""
+        raise ValueError(
+            f"symmetric_mib={config.symmetric_mib} is too small: {name} with {request.what} needs "
+            f"{-(-_nbytes(domain, needed) // _MIB)} MiB of symmetric memory per rank ({SLOTS} slots of "
+            f"{needed.bytes_of_slot / _MIB:.1f} MiB{staging}); raise "
+            f"OverlapConfig.symmetric_mib ({flag_name('symmetric_mib')})"
+        )
+    # With more room than is needed, longer rows cost no agreement. But exchanges, whose parts were cut to fit into exchange_mib,
+    # get no more than that.
+    larger = needed.covering(with_room(request.slot_bytes), with_room(request.flagged_bytes))
+    limit = config.exchange_limit_mib * _MIB // SLOTS
+    passes_limit = needed.bytes_of_slot <= limit < larger.bytes_of_slot
+    return larger if _fits(domain, larger) and not passes_limit else needed
 
 
 @dataclass(frozen=True)
@@ -134,15 +113,63 @@ class FirstCall:
     offered: Any = None
 
 
-def agree(agreement: Agreement, mine: FirstCall, what: str) -> list[FirstCall]:
-    """What all ranks say about the first call: the same, and none has a problem. Collective. what: what they do here, for errors.
+def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: str, trains: str = "") -> None:
+    """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
+
+    Args:
+        problem: what is wrong with this rank's arguments, or None.
+        name: what errors call the operator.
+        trains: which operands get gradients, in words; ranks must agree on it, too.
+
+    Raises:
+        ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
+        OverlapTimeoutError: a rank did not come.
+        RuntimeError: a CUDA graph is being captured; or the symmetric memory could not be had, on every rank.
+    """
+    if domain.is_capturing():
+        raise RuntimeError(
+            f"{name} with {request.what} is new to its group, and a CUDA graph is being captured, in which ranks can "
+            f"neither agree nor compile; run what is captured twice before capturing it"
+        )
+    # exchange_mib: of all calls, because room for longer rows depends on it
+    terms: dict[str, object] = {
+        **{setting: getattr(domain.config, setting) for setting in ("symmetric_mib", "exchange_mib", "timeout_s")},
+        "overlap_train": installed("overlap-train"),
+        "torch": torch.__version__,
+        "captured in a CUDA graph": domain.captured,
+        "gradients": trains,
+    }
+    layout = None
+    try:
+        if request.shares_memory:
+            terms["provider"] = domain.span.provider()
+        if problem is None and not holds(domain, request):
+            layout = _grown(domain, request, name)
+    except ValueError as error:
+        problem = problem or str(error)
+    offer = None if layout is None else domain.span.offer(layout)
+    try:
+        mine = FirstCall(problem, request, terms, name, None if offer is None else offer.told)
+        told = _agree(domain.agreement, mine)
+        if offer is not None:
+            offer.all_told = [said.offered for said in told]
+        if layout is not None:
+            _reallocate(domain, layout, offer)
+    finally:
+        if offer is not None:
+            offer.close()
+
+
+def _agree(agreement: Agreement, mine: FirstCall) -> list[FirstCall]:
+    """What all ranks say about the first call: the same, and none has a problem. Collective.
 
     Raises:
         ValueError: they differ, or one has a problem; on every rank that came.
         OverlapTimeoutError, OverlapMismatchError: a rank did not come. Where this rank has a problem, it is a ValueError.
     """
     try:
-        all_ranks = agreement.exchange(mine, what, kind="first call")
+        what = f"{mine.name}: agree on its first call with {mine.request.what}"
+        all_ranks: list[FirstCall] = agreement.exchange(mine, what, kind="first call")
     except (OverlapTimeoutError, OverlapMismatchError) as unheard:
         if mine.problem is None:
             raise
@@ -179,77 +206,6 @@ def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
             f"other's calls by it"
         )
     return None
-
-
-def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: str, trains: str = "") -> None:
-    """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
-
-    Args:
-        problem: what is wrong with this rank's arguments, or None.
-        name: what errors call the operator.
-        trains: which operands get gradients, in words; ranks must agree on it, too.
-
-    Raises:
-        ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
-        OverlapTimeoutError: a rank did not come.
-        RuntimeError: a CUDA graph is being captured; or the symmetric memory could not be had, on every rank.
-    """
-    if domain.is_capturing():
-        raise RuntimeError(
-            f"{name} with {request.what} is new to its group, and a CUDA graph is being captured, in which ranks can "
-            f"neither agree nor compile; run what is captured twice before capturing it"
-        )
-    terms, unmet = _terms(domain, request)
-    problem, layout = problem or unmet, None
-    capacity = capacity_of(domain)
-    if problem is None and request.shares_memory and not capacity.holds(request):
-        try:
-            layout = capacity.grown(request, name)
-        except ValueError as error:
-            problem = str(error)
-    offer = None if layout is None else domain.span.offer(layout)
-    try:
-        offered = None if offer is None else offer.told
-        mine = FirstCall(problem, request, terms | {"gradients": trains}, name, offered)
-        told = agree(domain.agreement, mine, f"{name}: agree on its first call with {request.what}")
-        if offer is not None:
-            offer.all_told = [said.offered for said in told]
-        if layout is not None:
-            _reallocate(domain, layout, offer)
-    finally:
-        if offer is not None:
-            offer.close()
-
-
-def may_hold(domain: OverlapDomain, request: Request) -> bool:
-    """Whether the heap holds what a request needs, or may grow until it does."""
-    return not request.shares_memory or capacity_of(domain).may_hold(request)
-
-
-def capacity_of(domain: OverlapDomain) -> Capacity:
-    """The symmetric memory that a domain has, and may have."""
-    layout = None if domain.heap is None else domain.layout
-    limits = domain.config.symmetric_mib, domain.config.exchange_limit_mib
-    return Capacity(layout, domain.world_size, *limits, domain.captured, domain.span.staged_blocks)
-
-
-def _terms(domain: OverlapDomain, request: Request) -> tuple[dict[str, object], str | None]:
-    """(what must be equal on all ranks, by name; why this rank cannot have symmetric memory, or None)."""
-    # exchange_mib: of all calls, because room for longer rows depends on it
-    terms: dict[str, object] = {
-        name: getattr(domain.config, name) for name in ("symmetric_mib", "exchange_mib", "timeout_s")
-    }
-    terms |= {
-        "overlap_train": installed("overlap-train"),
-        "torch": torch.__version__,
-        "captured in a CUDA graph": domain.captured,
-    }
-    if not request.shares_memory:
-        return terms, None
-    try:
-        return terms | {"provider": domain.span.provider()}, None
-    except ValueError as error:
-        return terms, str(error)
 
 
 @torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too

@@ -1,6 +1,4 @@
-"""The overlap domains of this process, one a process group.
-
-Operators inside a CUDA graph.
+"""The overlap domains of this process, one a process group; how peers hear that it ends; and operators inside a CUDA graph.
 
 The device counts epochs, so that a replay sends new ones. But a graph uses the same slots at every replay, and calls before and
 after it do not know which ones (docs/design.md, rule 3). Therefore a graph begins and ends with a barrier of signals, 10
@@ -11,24 +9,24 @@ from __future__ import annotations
 
 import copy
 import functools
-import multiprocessing.util
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig, check_type
+from ..config import OverlapConfig, check_type, flag_name
 from ..symmetric.peers import UNCAUGHT
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 
 # Settings that all calls of a group share.
-DOMAIN_WIDE = ("provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms")
+DOMAIN_WIDE = (
+    "provider", "symmetric_mib", "timeout_s", "node_ranks", "network", "network_sms", "reduce_sms", "tuning_dir",
+)  # fmt: skip
 
 _domains: dict[dist.ProcessGroup, OverlapDomain] = {}
 # Of two threads one makes a group's domain: ranks count how many they have made (Agreement).
@@ -37,10 +35,7 @@ _making = threading.RLock()
 
 def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
     """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
-
-    Raises:
-        ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's.
-    """
+    ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's."""
     domain = _domains.get(group)
     if domain is None:
         check_type(config)
@@ -60,11 +55,6 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
             _tell_at_the_end()
             domain = _domains.get(group) or OverlapDomain(group, config or OverlapConfig(), device)
             _domains[group] = domain
-    if domain.closed:
-        raise RuntimeError(
-            "an operator was called in a process that was forked from a rank of its group; the symmetric memory is that rank's: "
-            "call operators there"
-        )
     _check_same(domain, group, config, device)
     return domain
 
@@ -76,40 +66,16 @@ def tell_peers(error: BaseException) -> None:
             domain.agreement.peers.tell(error, "", UNCAUGHT)
 
 
-def _told_first(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """sys.excepthook, but peers hear first of what nobody has caught."""
+@functools.cache
+def _tell_at_the_end() -> None:
+    """Let peers hear of an error that ends this process. Once, when its first domain is made."""
+    hook = sys.excepthook
 
     def tell(kind: type[BaseException], error: BaseException, *rest: Any) -> Any:
         tell_peers(error)
         return hook(kind, error, *rest)
 
-    return tell
-
-
-def _tell_at_exit() -> None:
-    """The same in a process of multiprocessing, which calls no excepthook: its error is on its way here, or the SystemExit that
-    torch.multiprocessing.spawn raises for it."""
-    error = sys.exception()
-    if isinstance(error, SystemExit):
-        error = error.__context__
-    if error is not None:
-        tell_peers(error)
-
-
-@functools.cache
-def _tell_at_the_end() -> None:
-    """Let peers hear of an error that ends this process. Once, when its first domain is made."""
-    sys.excepthook = _told_first(sys.excepthook)
-    multiprocessing.util.Finalize(None, _tell_at_exit, exitpriority=100)
-
-
-def _close_in_child() -> None:
-    """A forked process has no copy engine: what waits for its pushes would wait without end."""
-    for domain in _domains.values():
-        domain.closed = True
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    sys.excepthook = tell
 
 
 def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
@@ -133,7 +99,8 @@ def _check_same(
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
             raise ValueError(
-                f"{name}={mine!r}, but the group's domain was made with {theirs!r}; call shutdown() to change it"
+                f"{name}={mine!r}, but the group's domain was made with {theirs!r} ({flag_name(name)}); call shutdown() to "
+                f"change it"
             )
 
 
@@ -152,29 +119,29 @@ def shutdown() -> None:
     """
     # In one order on all ranks, which may have used their groups in different orders.
     domains = sorted(_domains.values(), key=lambda domain: domain.group.group_name)
-    with ExitStack() as idle:
-        for domain in domains:
-            idle.enter_context(domain.idle())
-        _domains.clear()
-        _close(domains)
-
-
-def _close(domains: list[OverlapDomain]) -> None:
-    """Close them all, and then NVSHMEM's world if one of them was in it. Raises the first error."""
     providers = {domain.heap.provider for domain in domains if domain.heap is not None}
     errors: list[Exception] = []
-    for domain in domains:
-        try:
-            domain.close()
-        except Exception as error:  # the others end all the same
-            errors.append(error)
-    # After an error it would wait, too, for the rank for which a domain could not be closed.
-    if "nvshmem" in providers and not errors:
-        from ..symmetric.nvshmem import finalize
+    with ExitStack() as held:
+        for domain in domains:
+            # Also where a signal handler runs in the middle of an operator: what that goes on with would be gone.
+            if domain.in_use._is_owned() or not domain.in_use.acquire(False):  # type: ignore[attr-defined]
+                raise RuntimeError(
+                    "shutdown: an operator is under way, in another thread or, where a signal handler calls shutdown, in this "
+                    "one; call it when the operator has returned"
+                )
+            held.callback(domain.in_use.release)
+        _domains.clear()
+        for domain in domains:
+            try:
+                domain.close()
+            except Exception as error:  # the others end all the same
+                errors.append(error)
+        if errors:  # NVSHMEM would wait for the rank for which a domain could not be closed
+            raise errors[0]
+        if "nvshmem" in providers:
+            from ..symmetric.nvshmem import finalize
 
-        finalize()
-    if errors:
-        raise errors[0]
+            finalize()
 
 
 @contextmanager
@@ -194,7 +161,7 @@ def graphed(group: dist.ProcessGroup) -> Iterator[None]:
         ValueError: no operator of this group has run yet.
     """
     domain = made_domain(group)
-    if domain is None or not domain.has_run:
+    if domain is None:
         raise ValueError(
             "graphed: no operator of this group has run yet; run what is captured twice before capturing it"
         )

@@ -40,16 +40,14 @@ from ..symmetric.peers import (
     LOOK_S,
     RAISED,
     OverlapMismatchError,
-    OverlapPeerError,
     OverlapTimeoutError,
     warn_after,
 )
 from ..warn import warn_user
 
-__all__ = ["FaultRecord", "OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError", "Tag", "poll"]
-
 _EPOCH = 1 << EPOCH_SHIFT
 _WORD, _SIGN = 1 << 64, 1 << 63
+_Error = OverlapTimeoutError | OverlapMismatchError
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class FaultRecord:
         self.words: np.ndarray = self.record.numpy()
         # By fingerprint, while a plan or a slot holds them: with ever new lengths there is no end of tags.
         self._tags: weakref.WeakValueDictionary[int, Tag] = weakref.WeakValueDictionary()
-        self.error: OverlapTimeoutError | OverlapMismatchError | None = None
+        self.error: _Error | None = None
         self.agreement: Agreement | None = None  # with the peers; set by the domain
         self.begun = 0  # operators of this rank
         self._warned = 0  # the word of the last wait of which a warning was given
@@ -176,8 +174,7 @@ class FaultRecord:
 
     def fail(self, peer: int, chunk: int, expected: int, seen: int) -> NoReturn:
         """Raise OverlapTimeoutError, or OverlapMismatchError, for a wait that failed. expected, seen: words as of a signal."""
-        self.error = self._error_of(peer, chunk, expected, seen)
-        raise self.error
+        self.keep(self._error_of(peer, chunk, expected, seen))
 
     def note(self, peer: int, chunk: int, expected: int, seen: int) -> None:
         """Say what `fail` would raise, once, and let `check` raise it: the host may be blocked, and never come to raise it."""
@@ -190,8 +187,8 @@ class FaultRecord:
         """Whether a wait has failed, on the device or on the host, perhaps of another thread of this rank."""
         return self.error is not None or bool(self.words[FAULT_SET])
 
-    def keep(self, error: OverlapTimeoutError | OverlapMismatchError) -> NoReturn:
-        """Raise an error of something else than a wait for a signal; `check` does so from now on, unless there was one before."""
+    def keep(self, error: _Error) -> NoReturn:
+        """Raise an error; `check` does so from now on. If there was one before, that."""
         self.error = self.error or error
         raise self.error
 
@@ -215,33 +212,27 @@ class FaultRecord:
 
         Not at the first sign of it: what the peer sent last, before it ended, may just be arriving, and then ends the wait.
         """
-        error = self._hopeless(peer, expected) or self._elsewhere(peer, expected)
+        error = None if self.agreement is None else self._hopeless(self.agreement, peer, expected)
         before, self._doubted = self._doubted, 0 if error is None else expected
         if error is not None and before == expected:
             self.keep(error)
-        if waited < warn_after(self._timeout_s):
-            return
-        if self._warned != expected:
+        if waited >= warn_after(self._timeout_s) and self._warned != expected:
             self._warned = expected
             warn_user(
                 f"{self._name_of(expected)}: rank {self._rank} has waited {waited:.3g} s for chunk {chunk} of rank {peer}; it "
                 f"gives up after timeout_s={self._timeout_s:g}"
             )
 
-    def _hopeless(self, peer: int, expected: int) -> OverlapTimeoutError | OverlapMismatchError | None:
-        """Why nobody need wait for a peer: it, or another rank, has raised or ended; or None."""
-        if self.agreement is None:
-            return None
-        return self.agreement.peers.error(f"{self._name_of(expected)}: rank {self._rank}", (peer,))
-
-    def _elsewhere(self, peer: int, expected: int) -> OverlapMismatchError | None:
-        """The error of a wait for a peer that wants to agree on another call meanwhile, and sends nothing before that."""
-        asked = None if self.agreement is None else self.agreement.asked_by(peer)
-        if asked is None:
-            return None
+    def _hopeless(self, agreement: Agreement, peer: int, expected: int) -> _Error | None:
+        """Why nobody need wait for a peer: it, or another rank, has raised or ended; or it wants to agree on another call, and
+        sends nothing before that. None: it may come."""
+        where = f"{self._name_of(expected)}: rank {self._rank}"
+        error: _Error | None = agreement.peers.error(where, (peer,))
+        if error is not None or (asked := agreement.asked_by(peer)) is None:
+            return error
         mine = self._tags.get(fingerprint_of(expected)) or "an operator"
         return OverlapMismatchError(
-            f"{self._name_of(expected)}: rank {self._rank} is in {mine}, but rank {peer} is in: {asked}; all ranks of a group "
+            f"{where} is in {mine}, but rank {peer} is in: {asked}; all ranks of a group "
             f"must make the same calls, with the same shapes and trained operands, in the same order"
         )
 
@@ -257,7 +248,7 @@ class FaultRecord:
                 self.words[HOST_ABORT] = 1
         return elapsed
 
-    def _error_of(self, peer: int, chunk: int, expected: int, seen: int) -> OverlapTimeoutError | OverlapMismatchError:
+    def _error_of(self, peer: int, chunk: int, expected: int, seen: int) -> _Error:
         op = self._name_of(expected)
         if has_arrived(seen, expected):
             mine, theirs = (self._tags.get(fingerprint_of(word)) for word in (expected, seen))

@@ -1,10 +1,8 @@
-"""Where things lie in the symmetric heap.
-
-Slots, signals and epochs.
+"""Slots, signals and epochs, and where they lie in the symmetric heap.
 
 A slot is W blocks in symmetric memory, block s written by rank s alone, in one or more chunks of rows, with one signal a chunk.
 (In a call that is pulled a rank writes block d of its own slot, for rank d, and the signals are those of a barrier.) The epoch
-counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (tags.py).
+counts the uses of a slot. A signal carries the epoch and the fingerprint of the call whose chunk is there (signals.py).
 """
 
 from __future__ import annotations
@@ -33,22 +31,24 @@ _ALIGN = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie in the heap: signals of all slots, then their blocks, then their flagged words.
-
-    slot_bytes: of the blocks of one slot. flagged_bytes: of its flagged words (kernels/flagged_words.py), which have memory of
-    their own because blocks are any bytes, and so could look like a flag.
-    """
+    """Where things lie in the heap: signals of all slots, then their blocks, then their flagged words (kernels/flagged_words.py).
+    These have memory of their own because blocks are any bytes, and so could look like a flag. Sizes are those of one slot."""
 
     world_size: int
     slot_bytes: int
     flagged_bytes: int = 0
 
-    @cached_property
+    @property
     def signals_bytes(self) -> int:
         """Of a slot's W x MAX_CHUNKS signals."""
         return self.world_size * MAX_CHUNKS * 8
 
-    @cached_property
+    @property
+    def bytes_of_slot(self) -> int:
+        """Of blocks and flagged words together."""
+        return self.slot_bytes + self.flagged_bytes
+
+    @property
     def block_bytes(self) -> int:
         """Of one block of a slot."""
         return self.slot_bytes // self.world_size
@@ -80,7 +80,7 @@ class Layout:
 
 def with_room(slot_bytes: int) -> int:
     """slot_bytes, rounded up to eight steps between powers of two: so many times at most the heap grows until rows are twice as
-    many, whatever lengths come. Up to an eighth more memory; none for 1 to 16 times a power of two, as most models have it."""
+    many. Up to an eighth more memory; none for 1 to 16 times a power of two, as most models have it."""
     step = 1 << max(0, (slot_bytes - 1).bit_length() - 4)
     return -(-slot_bytes // step) * step
 
@@ -203,13 +203,9 @@ class Call:
         return [self.remote_block(peer) for peer in self.peers]
 
     def routes(self, transfers: Transfers, tiles: int = 0, pitch: int = 0) -> list[Route]:
-        """The copy engine's way for each transfer of a schedule.
-
-        Args:
-            tiles: what the counter of stored tiles, or strips, reaches when a chunk is complete, for transfers that leave after
-            them.
-            pitch: elements from one block of the source to the next; 0: they lie one after the other.
-        """
+        """The copy engine's way for each transfer of a schedule. tiles: what the counter of stored tiles, or strips, reaches
+        when a chunk is complete, for transfers that leave after them. pitch: elements from one block of the source to the next;
+        0: they lie one after the other."""
         pitch = pitch or self._block_size
         key = (transfers, tiles, pitch)
         return self._routes.get(key) or self._routes.put(
@@ -223,10 +219,6 @@ class Call:
         after = (self.slot.counters.complete[word : word + 1], tiles) if transfer.after_tiles else None
         signal = self.slot.outgoing[transfer.target][transfer.chunk : transfer.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, after)
-
-    def reset_counters(self) -> None:
-        """Reset the slot's counters, before a kernel that claims tiles and where the epoch advances after it (barrier)."""
-        self.slot.counted.zero_()
 
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""

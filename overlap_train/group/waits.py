@@ -17,8 +17,7 @@ _KEPT_AT_ONCE, _MOST_KEEPERS = 2048, 1056
 
 
 class BoundedWaits:
-    """The Waits of one domain (slot.py), each bounded by timeout_s: on the CPU the caller polls, on a GPU a kernel holds the
-    stream. launcher: launches kernels; None on the CPU."""
+    """The waits of one domain's calls (slots.py), each bounded by timeout_s. launcher: launches kernels; None on the CPU."""
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, fault: FaultRecord, launcher: Launcher | None
@@ -45,14 +44,10 @@ class BoundedWaits:
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
-        in_time = self._arrives(word, expected, partial(self._fault.late, source, chunk, expected))
+        in_time = wait_for_word(word, expected, self.timeout_s, partial(self._fault.late, source, chunk, expected))
         seen = int(word)
         if seen != expected and (not (in_time or has_arrived(seen, expected)) or not is_same_call(seen, expected)):
             self._fault.fail(source, chunk, expected, seen)
-
-    def _arrives(self, word: torch.Tensor, expected: int, late: Callable[[float], None]) -> bool:
-        """Whether a signal of the expected epoch comes in time."""
-        return wait_for_word(word, expected, self.timeout_s, late)
 
     def receive_on_host(self, call: Call, own: torch.Tensor) -> None:
         call.blocks[self.rank].copy_(own)
@@ -72,8 +67,7 @@ class BoundedWaits:
         call.launches.run(key, (), partial(self._wait_launch, call, first, count, chunk))
 
     def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
-        """The Launch of the kernel that waits for the blocks of `count` ranks, from rank `first` on. chunk: only that one of
-        each; None: all."""
+        """The Launch of a wait. chunk: for only that one of each block; None: all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 
         arguments = self._arguments(call, first, chunk) | dict(first=first, count=count, first_chunk=chunk or 0)

@@ -1,16 +1,13 @@
-"""Which slots are free: each rank works it out for itself, from the calls that all ranks make alike.
+"""The slots of a domain, and which are free: each rank works it out for itself, from the calls that all ranks make alike.
 
-Operators are numbered. Whoever has received the blocks of operator n from every peer knows that every peer is done with operator
-n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 the slots of n - 1 and before are free.
-
-    two calls an operator, as in a column linear's backward, then one      three slots suffice: all that a dense GPT does
-    two calls, then two again                                              a barrier in between (workspace.py)
+Operators are numbered. Whoever has received the blocks of operator n from every peer knows that every peer is done with
+operator n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 the slots of n - 1 and before are free.
+So three slots suffice for two calls an operator, as in a column linear's backward, then one: all that a dense GPT does. Between
+two operators of two calls each there is a barrier.
 
 An operator may begin ahead: it sends its blocks before what the running one receives is read. So a peer that has sent blocks of n
 ahead has read those of n - 2, but perhaps not of n - 1. Before a rank sends n + 1, it waits for the first block of n from every
 peer. Then the slot of n - 2 is free. Three slots suffice: n + 1 is sent, n is about to be read, a peer may still read n - 1.
-
-The slots of a domain: the state that outlives a call.
 """
 
 from __future__ import annotations
@@ -94,10 +91,8 @@ class Workspace:
         return Call(self._waits, slot, block_shape, dtype, chunks)
 
     def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
-        """Start an operator that opens up to so many calls: afterwards there are slots for them.
-
-        One that has begun ahead goes on: it has its slot.
-        """
+        """Start an operator that opens up to so many calls: afterwards there are slots for them. One that has begun ahead goes
+        on."""
         goes_on = self.use.is_ahead
         self.use.begin()
         if not goes_on and (barrier_first or len(self.use.free) < calls):

@@ -1,6 +1,6 @@
 """Groups that span nodes: their slots, engines, transports, plans, and operators, which are added to the table of operators.
 
-Loaded by group/span.py for the first group that spans nodes; ops/plan.py asks for the plan of such a group before.
+Loaded by group/domain.py for the first group that spans nodes; ops/plan.py asks for the plan of such a group before.
 """
 
 from ..ops.table import register

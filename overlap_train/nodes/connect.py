@@ -11,10 +11,9 @@ import torch
 from ..config import OverlapConfig, flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
-from ..group.domain import barrier
+from ..group.domain import OneNode, barrier
 from ..group.signals import FaultRecord, Tag
 from ..group.slots import BARRIER, Call, Layout, Slot
-from ..group.span import OneNode
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan

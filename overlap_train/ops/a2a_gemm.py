@@ -7,7 +7,8 @@ own first, in one fp32 accumulator (schedule/ has the orders).
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,50 +18,50 @@ from ..group.signals import Tag
 from ..schedule.order import Transfers
 from ..select.tiles import HOPPER
 from . import launch
-from .launch import GatherOperands, should_run_async
+from .collective import should_run_async
+from .launch import GatherOperands
 from .plan import EnginePlan
 
 
-class AllToAllGemm(Protocol):
+class AllToAllGemm(ABC):
     """Blocks [W, M/W, K/W] on their way, block s from rank s."""
 
+    @abstractmethod
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """y [M/W, N] = block by block @ b_kn [K, N]; once. Returns y."""
-        ...
 
+    @abstractmethod
     def received_view(self) -> torch.Tensor:
         """[W, M/W, K/W], complete; valid until the operator ends (the slot is then free for others)."""
-        ...
 
     def received_copy(self) -> torch.Tensor:
         """What all ranks have sent, complete, as [M, K/W], in memory of its own."""
-        ...
+        return self.received_view().flatten(0, 1).clone()
 
 
-class CollectiveAllToAllGemm:
+class CollectiveAllToAllGemm(AllToAllGemm):
     """NCCL or gloo, then one GEMM over all blocks side by side."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> None:
-        self._domain = domain
         domain.collective_calls.enter(tag)
-        self._received = sent.new_empty(sent.shape[:2].numel(), sent.shape[2])
-        aside = should_run_async(sent)
-        self._work = dist.all_to_all_single(self._received, sent.flatten(0, 1), group=domain.group, async_op=aside)
+        self._received = sent.new_empty(sent.shape)
+        received, aside = self._received.flatten(0, 1), should_run_async(sent)
+        self._work = dist.all_to_all_single(received, sent.flatten(0, 1), group=domain.group, async_op=aside)
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """One GEMM over all columns, side by side, as the baselines do it: the copy costs less than sums in fp32 memory."""
         return torch.mm(self.received_view().transpose(0, 1).flatten(1), b_kn, out=y)
 
     def received_view(self) -> torch.Tensor:
-        return self.received_copy().unflatten(0, (self._domain.world_size, -1))
-
-    def received_copy(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
         return self._received
 
+    def received_copy(self) -> torch.Tensor:
+        return self.received_view().flatten(0, 1)
 
-class ChunkedAllToAllGemm:
+
+class ChunkedAllToAllGemm(AllToAllGemm):
     """A library GEMM for each block, after a wait for it; their sum is kept in fp32."""
 
     _sends = False  # whether a kernel stores the blocks at the peers, and no copy
@@ -97,9 +98,6 @@ class ChunkedAllToAllGemm:
             self._call.receive(own)
         return self._call.blocks
 
-    def received_copy(self) -> torch.Tensor:
-        return self.received_view().flatten(0, 1).clone()
-
 
 class FusedAllToAllGemm(ChunkedAllToAllGemm):
     """One persistent kernel whose tiles wait at each block's edge."""
@@ -133,6 +131,14 @@ class DirectAllToAllGemm(FusedAllToAllGemm):
             self._push()
             self._is_over = True
         return super().received_view()
+
+
+METHODS: dict[str, Callable[..., AllToAllGemm]] = {
+    "collective": CollectiveAllToAllGemm,
+    "chunked": ChunkedAllToAllGemm,
+    "fused": FusedAllToAllGemm,
+    "direct": DirectAllToAllGemm,
+}
 
 
 def product_in_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

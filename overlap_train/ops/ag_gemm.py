@@ -7,7 +7,7 @@ for each (schedule/ has the orders).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -15,56 +15,45 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import GatherOperands, should_run_async
+from .launch import GatherOperands
 from .plan import EnginePlan
 
 
-class AllGatherGemm(Protocol):
+class AllGatherGemm:
     """x [M, K] on its way: row block s comes from rank s."""
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
         """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
-        ...
+        return torch.mm(self.gathered_view(), b_kn)
 
     def keep_own(self, beside: EnginePlan) -> None:
         """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
-        `beside`, which was launched last, hides that."""
-        ...
+        `beside`, which was launched last, hides that. Not here: who has gathered x by itself has done so."""
 
     def gathered_view(self) -> torch.Tensor:
         """x [M, K], complete; valid until the operator ends (the slot is then free for others)."""
-        ...
+        raise NotImplementedError
 
     def gathered_copy(self) -> torch.Tensor:
         """x [M, K], complete, in memory of its own."""
-        ...
+        return self.gathered_view()
 
 
-class CollectiveAllGatherGemm:
+class CollectiveAllGatherGemm(AllGatherGemm):
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
         self._x = x_shard_m.new_empty(x_shard_m.shape[0] * domain.world_size, x_shard_m.shape[1])
         domain.collective_calls.enter(tag)
-        aside = should_run_async(self._x)
-        self._work = collectives.all_gather(self._x, x_shard_m, domain.group, aside)
-
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self.gathered_view(), b_kn)
-
-    def keep_own(self, beside: EnginePlan) -> None:
-        """NCCL does."""
+        self._work = collectives.all_gather(self._x, x_shard_m.contiguous(), domain.group)
 
     def gathered_view(self) -> torch.Tensor:
         if self._work is not None:
             self._work.wait()
         return self._x
 
-    def gathered_copy(self) -> torch.Tensor:
-        return self.gathered_view()
 
-
-class ChunkedAllGatherGemm:
+class ChunkedAllGatherGemm(AllGatherGemm):
     """Library GEMMs on shards, each after a wait for its shard."""
 
     _sends = False  # whether a kernel stores the own rows at the peers, and no copy
@@ -72,7 +61,7 @@ class ChunkedAllGatherGemm:
     _keeps = False  # whether the own shard is on its way into the slot
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
-        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m
+        self._domain, self._plan, self._tag, self._own = domain, plan, tag, x_shard_m.contiguous()
         self._call = domain.workspace.open(x_shard_m.shape, x_shard_m.dtype, tag, plan.chunks)
         if not self._sends:
             self._push()
@@ -141,9 +130,6 @@ class DirectAllGatherGemm(FusedAllGatherGemm):
 
     _sends = True  # and not before it is known whether there is a product
 
-    def keep_own(self, beside: EnginePlan) -> None:
-        """A guard: nothing was pushed that a copy could follow."""
-
     def gathered_view(self) -> torch.Tensor:
         if not self._is_over:  # no product (a frozen input): the peers need the rows all the same
             self._push()
@@ -151,20 +137,20 @@ class DirectAllGatherGemm(FusedAllGatherGemm):
         return super().gathered_view()
 
 
-class LowLatencyAllGatherGemm:
+class LowLatencyAllGatherGemm(AllGatherGemm):
     """One kernel sends the own rows, and writes them and what arrives into one tensor [M, K]; then one library GEMM."""
 
     def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> None:
-        self._x = low_latency.gather(domain, tag, x_shard_m, plan.sm_margin)
-
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self._x, b_kn)
-
-    def keep_own(self, beside: EnginePlan) -> None:
-        """The kernel that sends does."""
+        self._x = low_latency.gather(domain, tag, x_shard_m.contiguous(), plan.sm_margin)
 
     def gathered_view(self) -> torch.Tensor:
         return self._x
 
-    def gathered_copy(self) -> torch.Tensor:
-        return self._x
+
+METHODS: dict[str, Callable[..., AllGatherGemm]] = {
+    "collective": CollectiveAllGatherGemm,
+    "chunked": ChunkedAllGatherGemm,
+    "fused": FusedAllGatherGemm,
+    "direct": DirectAllGatherGemm,
+    "low_latency": LowLatencyAllGatherGemm,
+}

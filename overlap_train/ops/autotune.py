@@ -4,97 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from ..config import OverlapConfig, flag_name
+from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
-from ..group.memory import Request, may_hold
+from ..group.memory import may_hold
 from ..select import table
-from ..select.autotune import Autotune, TimedScope, methods_to_try, winners, work_of
+from ..select.autotune import Autotune, methods_to_try, winners, work_of
 from ..select.choose import winner_of
 from ..select.method import Bucket, Pass
 from ..select.table import Table, Winner
 from ..select.tiles import on_hopper
 from ..warn import warn_user
-from .plan_cache import Planned, PlannedOp, Scope, error_here, settled_plan
+from .plan_cache import error_here, settled_plan
+from .planned import Planned, Turn
 
 RunKey = tuple[Bucket, bool]  # what linears of one run have in common; whether the Hopper kernels serve them
-
-
-@dataclass(kw_only=True)
-class Candidate(Planned):
-    """A plan by one of the methods that take turns. work: of a call (select/autotune.py)."""
-
-    run: Autotune
-    method: str
-    work: int
-
-    def _new_op(self, name: str, meaning: tuple[str, ...]) -> PlannedOp:
-        kinds = {"fprop": self.run.fprop.kind, "dgrad": self.run.fprop.dgrad.kind}
-
-        def timed(scope: Scope, pass_: str) -> Scope:
-            return TimedScope(scope, self.run, name, kinds[pass_], self.method, self.work)
-
-        return PlannedOp(self.domain, self.plan, name, meaning, self.trains, timed)
-
-
-@dataclass(kw_only=True)
-class InRun(Planned):
-    """The plan that `auto` would take, and those that take turns: of each method its own, or the former where the method does not
-    serve these sizes. The former also runs each linear's first call, and CUDA graphs. It is not timed."""
-
-    run: Autotune
-    candidates: tuple[Planned, ...]
-
-    @property
-    def request(self) -> Request:
-        """The Request that covers all candidates. It names the methods."""
-        run, requests = self.run, (candidate.plan.request for candidate in self.candidates)
-        needed = reduce(Request.covering, requests, self.plan.request)
-        return replace(needed, how=f"{needed.how}; tries {', '.join(run.methods)} in {run.steps} calls")
-
-    @property
-    def compares(self) -> bool:
-        """False: signals do not find a rank that has another number of rows in `collective`, which always takes its turn."""
-        return False
-
-    @property
-    def trial(self) -> Autotune | None:
-        """The run; None in a CUDA graph, which keeps its plan whatever the run finds."""
-        return None if self.domain.is_capturing() else self.run
-
-    def is_due(self, name: str) -> bool:
-        """Whether the run ends before the next call of the linear `name`. Never in a CUDA graph, where ranks cannot tell each
-        other anything."""
-        return self.run.is_due(name) and not self.domain.is_capturing()
-
-    def next_call(self, name: str) -> PlannedOp:
-        """The linear `name` by the method whose turn it is."""
-        return self._candidate(name).linear(name)
-
-    def next_method(self, name: str) -> str | None:
-        """The method by which the linear `name` is to run in its next call, for callers that make it of several plans; None where
-        the plan that `auto` would take has it."""
-        candidate = self._candidate(name)
-        return candidate.method if isinstance(candidate, Candidate) else None
-
-    def _candidate(self, name: str) -> Planned:
-        run = self.run
-        if not self.domain.is_capturing():
-            turn = run.next_turn(name)
-            return self if turn is None else self.candidates[turn]
-        if not run.is_captured and self.domain.rank == 0:  # replays are no calls, so they never end a run
-            warn_user(
-                f"tune_steps={run.steps}: a CUDA graph captures {name} after {run.calls[name]} calls, before the ranks have "
-                f"compared its methods; the graph keeps the untuned plan; capture later (Megatron: raise "
-                f"--cuda-graph-warmup-steps; a step has a call for each micro-batch), or lower {flag_name('tune_steps')}"
-            )
-        run.is_captured = True
-        return self
 
 
 class AutotuneRuns:
@@ -132,10 +60,10 @@ class AutotuneRuns:
         if run is None:
             return planned
         candidates = tuple(
-            Candidate(domain, plans[method], trains, run=run, method=method, work=work) if method in plans else planned
+            Planned(domain, plans[method], trains, Turn(run, method, work)) if method in plans else planned
             for method in run.methods
         )
-        return InRun(domain, planned.plan, trains, run=run, candidates=candidates)
+        return replace(planned, run=run, candidates=candidates)
 
     def is_under_way(self, run: Autotune) -> bool:
         """Whether a run has not ended."""

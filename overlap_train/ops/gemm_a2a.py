@@ -3,12 +3,10 @@
 What a rank receives is [W, M/W, N/W]: its columns of all rows, block s from rank s. The own block is computed last, straight into
 its place among the received ones. Nothing in the GEMM waits: who takes the blocks out of symmetric memory does (`received`).
 
-GEMM + AllToAll of a part of a long sequence that another part follows: blocks travel beside the product of that one.
-
-The product leaves the peers' blocks in the own slot, block d for rank d. When all ranks have come so far, each one's copy
-engine pulls its blocks out of the peers' slots, straight to where they belong. So nobody's SMs move a block. What is pushed
-into a slot has to be copied out of it, and the driver makes copies inside a GPU by a kernel, which finds no SM while a product
-runs (510 us a part instead of 550). The last part is pushed: its blocks have no other product to travel beside.
+Of a part of a long sequence that another part follows, blocks travel beside the product of that one. The product leaves the
+peers' blocks in the own slot, block d for rank d. When all ranks have come so far, each one's copy engine pulls its blocks out of
+the peers' slots, straight to where they belong. So nobody's SMs move a block: what is pushed into a slot has to be copied out of
+it by a kernel, which finds no SM while a product runs (510 us a part instead of 550). The last part is pushed.
 
 Rule 3 holds as for blocks that are sent ahead (workspace.py): a rank meets its peers in part n after it has pulled part n - 2.
 The barrier advances the slot's epoch, as `next_epoch` does in other calls: once a use. Or a peer in another call would take the
@@ -17,9 +15,9 @@ signal for that of a later one (rule 9).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,28 +26,37 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..schedule.order import Transfers
 from . import launch
-from .launch import ScatterOperands, should_run_async
+from .collective import should_run_async
+from .launch import ScatterOperands
 from .plan import EnginePlan
 
 
-class GemmAllToAll(Protocol):
-    """Blocks [W, M/W, N/W] on their way, block s from rank s."""
+class GemmAllToAll(ABC):
+    """Blocks [W, M/W, N/W] on their way, block s from rank s.
 
-    def received(self) -> torch.Tensor:
-        """[W, M/W, N/W]: `into`, complete (if it is pulled, when the operator ends); or in the slot, valid until it ends."""
-        ...
-
-
-class CollectiveGemmAllToAll:
-    """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo. A GEMM for each rank, or one and a copy
-    that cuts it into blocks, takes longer (benchmarks/notes.md)."""
+    into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
+    peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
+    """
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
-        into: torch.Tensor | None,
+        into: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._domain, self._tag, self._a, self._b, self._into = domain, tag, a_shard_m, b_kn, into
+        self._domain, self._plan, self._tag, self._a, self._b, self._into = domain, plan, tag, a_shard_m, b_kn, into
         self._start()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Multiply and send."""
+
+    @abstractmethod
+    def received(self) -> torch.Tensor:
+        """[W, M/W, N/W]: `into`, complete (if it is pulled, when the operator ends); or in the slot, valid until it ends."""
+
+
+class CollectiveGemmAllToAll(GemmAllToAll):
+    """One batched GEMM, whose b-th product is the block for rank b, then NCCL or gloo. A GEMM for each rank, or one and a copy
+    that cuts it into blocks, takes longer (benchmarks/notes.md)."""
 
     def _start(self) -> None:
         self._domain.collective_calls.enter(self._tag)
@@ -70,15 +77,8 @@ class CollectiveGemmAllToAll:
         return self._into.copy_(self._blocks)
 
 
-class ChunkedGemmAllToAll:
+class ChunkedGemmAllToAll(GemmAllToAll):
     """A library GEMM for each destination's columns, pushed as it ends."""
-
-    def __init__(
-        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
-        into: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        self._domain, self._plan, self._tag, self._a, self._b, self._into = domain, plan, tag, a_shard_m, b_kn, into
-        self._start()
 
     def _start(self) -> None:
         staging = new_blocks(self._domain, self._a, self._b)
@@ -169,6 +169,15 @@ class PulledFusedGemmAllToAll(PulledChunkedGemmAllToAll, FusedGemmAllToAll):
     """One persistent kernel. No copy waits for its counters of stored tiles."""
 
     def _leave_blocks(self) -> None:
-        self._call.reset_counters()
+        self._call.slot.counted.zero_()  # the epoch advances after the kernel, in the barrier
         operands = self._operands(self._call.blocks)
         launch.multiply_and_send(self._domain, self._call, self._plan, operands)
+
+
+METHODS: dict[str, Callable[..., GemmAllToAll]] = {
+    "collective": CollectiveGemmAllToAll,
+    "chunked": ChunkedGemmAllToAll,
+    "fused": FusedGemmAllToAll,
+    "direct": DirectGemmAllToAll,
+}
+PULLED: dict[str, type[GemmAllToAll]] = {"chunked": PulledChunkedGemmAllToAll, "fused": PulledFusedGemmAllToAll}

@@ -8,8 +8,9 @@ every run. The last tiles of a persistent kernel do that, or a kernel of its own
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -19,19 +20,19 @@ from ..group.signals import Tag
 from ..group.slots import Call
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import ScatterOperands, aligned, should_run_async
+from .launch import ScatterOperands, aligned
 from .plan import EnginePlan
 
 
-class GemmReduceScatter(Protocol):
+class GemmReduceScatter(ABC):
     """y_shard_m [M/W, N] on its way: made, it has started GEMM and sends; across nodes some sends may start in `finish`."""
 
+    @abstractmethod
     def finish(self) -> torch.Tensor:
         """Wait for the peers' partials; y_shard_m, complete."""
-        ...
 
 
-class CollectiveGemmReduceScatter:
+class CollectiveGemmReduceScatter(GemmReduceScatter):
     """One GEMM, then NCCL or gloo; a long one (`should_run_async`) runs beside what the caller does before `finish`."""
 
     def __init__(
@@ -40,8 +41,7 @@ class CollectiveGemmReduceScatter:
         domain.collective_calls.enter(tag)
         self._partial = torch.mm(a_mk, b_kn)
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
-        aside = should_run_async(self._partial)
-        self._work = collectives.reduce_scatter(self._y, self._partial, domain.group, aside)
+        self._work = collectives.reduce_scatter(self._y, self._partial, domain.group)
 
     def finish(self) -> torch.Tensor:
         if self._work is not None:
@@ -49,7 +49,7 @@ class CollectiveGemmReduceScatter:
         return self._y
 
 
-class ChunkedGemmReduceScatter:
+class ChunkedGemmReduceScatter(GemmReduceScatter):
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
     def __init__(
@@ -111,6 +111,15 @@ class LowLatencyGemmReduceScatter(ChunkedGemmReduceScatter):
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.sm_margin)
+
+
+METHODS: dict[str, Callable[..., GemmReduceScatter]] = {
+    "collective": CollectiveGemmReduceScatter,
+    "chunked": ChunkedGemmReduceScatter,
+    "fused": FusedGemmReduceScatter,
+    "direct": DirectGemmReduceScatter,
+    "low_latency": LowLatencyGemmReduceScatter,
+}
 
 
 def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> torch.Tensor:

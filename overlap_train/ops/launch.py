@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -40,13 +41,11 @@ Replaced = tuple[tuple[str, ...], ...]  # names of arguments, see gpu/launch.py
 class GatherOperands:
     """What a product of what arrives is made of.
 
-    sends: the kernel stores own at the peers. leaves: it multiplies the chunks that are counted so far; the next launch goes on
-    from there (kernels/arrivals.py).
-
     AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
     A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
 
-    Blocks of own may lie apart where the kernel reads its own one alone: Hopper's, where it sends nothing.
+    sends: the kernel stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
+    multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
     """
 
     own: torch.Tensor
@@ -73,7 +72,7 @@ class ScatterOperands:
 
 
 def on_a_gpu(domain: OverlapDomain) -> bool:
-    """Whether kernels are compiled, and not run by the interpreter, which has no clock and takes small pieces."""
+    """Whether kernels are compiled, and not run by the interpreter."""
     return domain.device.type == "cuda"
 
 
@@ -108,10 +107,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
-_SHORTEST_ASYNC = 8 << 20
-
-
 def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> None:
     """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`."""
     operands = readable(plan, operands)
@@ -134,11 +129,8 @@ def readable(plan: EnginePlan, operands: GatherOperands) -> GatherOperands:
 
 
 def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
-    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, and `operands.staging` or, where that is None, the
-    peers' slots.
-
-    GEMM + RS with `EnginePlan.reduces_later` leaves the own partial there, GEMM + A2A the own block.
-    """
+    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, with `EnginePlan.reduces_later` by the own partial,
+    and `operands.staging` or, where that is None, the peers' slots."""
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     written = y if staging is None else staging
     addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
@@ -173,11 +165,6 @@ def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:
     return a_mk if readable else a_mk.clone(memory_format=torch.contiguous_format)
 
 
-def should_run_async(whole: torch.Tensor) -> bool:
-    """Whether a collective that gathers or scatters `whole` runs beside the caller's stream and not in it."""
-    return whole.nbytes > _SHORTEST_ASYNC
-
-
 def aligned(*addresses: int) -> tuple[bool, ...]:
     """What Triton compiles a kernel for: which pointers are on 16 bytes."""
     return tuple(address % 16 == 0 for address in addresses)
@@ -200,8 +187,8 @@ def is_interpreted() -> bool:
 def _gather_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
 ) -> Launch:
-    """The Launch of the kernel that receives and multiplies (receive_and_multiply). Values replaced at each launch: own block,
-    own, b, y, tag. block: own [M/W, K] in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
+    """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, tag. block: own [M/W, K] in AG +
+    GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
     own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
     (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
     exchange = plan.kind.sums_blocks
@@ -209,7 +196,6 @@ def _gather_launch(
     received = "received" if exchange else "gathered"
     arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k)
     if plan.kernels == HOPPER:
-        kernel = _hopper_kernel(plan)
         arguments |= dict(
             own_desc=_descriptor(block, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
             y_desc=_stored(y, blocks * call.chunks),
@@ -220,7 +206,6 @@ def _gather_launch(
         programs = multiprocessors(domain.device) if sends else halves
         replaced: Replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
     else:
-        kernel = _portable_kernel(plan)
         arguments |= dict(b_ptr=b_kn, y_ptr=y, stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1))
         arguments[f"{received}_ptr"] = call.blocks
         constants, programs = _portable_constants(plan, domain), plan.tile.count(m_shard, n) * blocks
@@ -233,19 +218,18 @@ def _gather_launch(
     # take a CTA a few microseconds; two or more of a chunk in the tests.
     constants |= dict(DIRECT=sends, PIECE=16384 if on_a_gpu(domain) else 64) | _protocol_constants(domain, call)
     grid = grid_size(programs, domain.device, plan.sm_margin)
-    return Launch(kernel, grid, arguments | protocol_arguments(domain, call, sends), constants, replaced)
+    return Launch(_kernel(plan), grid, arguments | protocol_arguments(domain, call, sends), constants, replaced)
 
 
 def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
-    """The Launch of the kernel that multiplies and sends (multiply_and_send). Values replaced at each launch: a, b, staging (on
-    Hopper unused where the kernel stores at the peers, else y then), y, tag."""
+    """The Launch of multiply_and_send. Values replaced at each launch: a, b, staging (on Hopper unused where the kernel stores at
+    the peers, else y then), y, tag."""
     a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     m_shard, n = y.shape
     direct, exchange = staging is None, plan.kind.splits_columns
     adds = not exchange and not plan.reduces_later
     arguments: dict[str, Any] = dict(m_shard=m_shard, n=n, k=a_mk.shape[1])
     if plan.kernels == HOPPER:
-        kernel = _hopper_kernel(plan)
         arguments |= dict(
             a_desc=_descriptor(a_mk, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
             y_desc=_stored(y, call.chunks), received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
@@ -258,7 +242,6 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
         written = () if direct else ("to1_desc",)
         replaced: Replaced = (("a_desc",), ("b_desc", "b_half_desc"), written, ("y_desc",), ("tag",))
     else:
-        kernel = _portable_kernel(plan)
         arguments |= dict(
             a_ptr=a_mk, b_ptr=b_kn, staging_ptr=y if staging is None else staging, received_ptr=call.blocks, y_ptr=y,
             stride_am=a_mk.stride(0), stride_ak=a_mk.stride(1), stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1),
@@ -268,25 +251,14 @@ def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operand
         replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
     constants |= dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call)
     grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
-    return Launch(kernel, grid, arguments | protocol_arguments(domain, call, direct), constants, replaced)
+    return Launch(_kernel(plan), grid, arguments | protocol_arguments(domain, call, direct), constants, replaced)
 
 
-def _hopper_kernel(plan: EnginePlan) -> Any:
-    from ..kernels import hopper_all_gather_gemm, hopper_all_to_all_gemm, hopper_gemm_reduce_scatter
-
-    if not plan.kind.receives:
-        return hopper_gemm_reduce_scatter.hopper_gemm_reduce_scatter_kernel
-    if plan.kind.sums_blocks:
-        return hopper_all_to_all_gemm.hopper_all_to_all_gemm_kernel
-    return hopper_all_gather_gemm.hopper_all_gather_gemm_kernel
-
-
-def _portable_kernel(plan: EnginePlan) -> Any:
-    from ..kernels import all_gather_gemm, all_to_all_gemm, gemm_reduce_scatter
-
-    if not plan.kind.receives:
-        return gemm_reduce_scatter.gemm_reduce_scatter_kernel
-    return all_to_all_gemm.all_to_all_gemm_kernel if plan.kind.sums_blocks else all_gather_gemm.all_gather_gemm_kernel
+def _kernel(plan: EnginePlan) -> Any:
+    """The kernel of a plan. It imports Triton."""
+    gathers = "all_to_all_gemm" if plan.kind.sums_blocks else "all_gather_gemm"
+    name = "hopper_" * (plan.kernels == HOPPER) + (gathers if plan.kind.receives else "gemm_reduce_scatter")
+    return getattr(import_module(f"...kernels.{name}", __name__), f"{name}_kernel")
 
 
 def _places(domain: OverlapDomain, call: Call, staging: torch.Tensor | None, unused: Any) -> dict[str, Any]:

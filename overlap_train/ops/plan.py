@@ -38,10 +38,10 @@ MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a te
 class EnginePlan:
     """One pass: which engine, how it runs, and why.
 
-    kind: of the engine. variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the
-    library has its own. chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which
-    their blocks arrive. concurrent_sms: the SMs that what another group sends holds meanwhile. beside_wgrad: whether a weight
-    gradient is multiplied while its result leaves.
+    variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own.
+    chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive.
+    concurrent_sms: that what another group sends holds meanwhile. beside_wgrad: a weight gradient is multiplied while its result
+    leaves.
     """
 
     kind: Kind
@@ -155,9 +155,7 @@ def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> P
 def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not choice.how.multiplies:
         return LIBRARY
-    readable = tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(
-        device, pass_.dtype, pass_.row_features, 0
-    )
+    readable = all(tma_reads(device, pass_.dtype, *cols) for cols in ((pass_.k, pass_.n), (pass_.row_features, 0)))
     if w.dim() != 2 or not readable or not tma_reads_weight(w):
         return PORTABLE
     too_many = not kind.receives and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
@@ -193,9 +191,9 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
     it runs; None: where x is. network_gbs: what the network between the nodes carries, the same on all ranks; 0: unknown."""
-    device = device or x.device
-    rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
-    first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
+    device, world = device or x.device, topology.world
+    n, k = w.shape[:1].numel(), w.shape[-1:].numel()
+    first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
     planner = planner_of(topology, config, network_gbs)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
@@ -212,26 +210,14 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
-    request = _request(spec, config, x, w, topology.world, (fprop, dgrad, wgrad))
-    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype)
-
-
-def _request(
-    spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, world: int,
-    engines: tuple[EnginePlan, EnginePlan, EnginePlan | None],
-) -> Request:  # fmt: skip
-    """What ranks compare, and the memory that a slot needs. engines: of forward, backward, and of what is sent again."""
-    fprop, dgrad, _ = engines
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
-    received = spec.slot_bytes(x, w, world)
-    methods = {engine.method for engine in engines if engine is not None}
-    return Request(
-        spec.name,
-        shapes_of(x, w),
-        how=how,
+    methods, received = {one.method for one in (fprop, dgrad, wgrad) if one is not None}, spec.slot_bytes(x, w, world)
+    request = Request(
+        spec.name, shapes_of(x, w), how=how,
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
-    )
+    )  # fmt: skip
+    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:
@@ -243,24 +229,21 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
                 return refused
         if not engine.variant.kernels:
             continue
-        if device.type == "cuda":
-            if (variable := serialising()) is not None:
-                return (
-                    f"method={engine.method!r} with {variable} set: the host would wait for each kernel, and ours wait for "
-                    f"what hosts of peers enqueue later; unset it, or use 'chunked' or 'collective' ({flag_name('method')})"
-                )
-            continue
-        if not interpreted():
+        variable = serialising() if device.type == "cuda" else None
+        if variable is not None:
             return (
-                f"method={engine.method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which "
-                "is for tests "
-                f"(TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
+                f"method={engine.method!r} with {variable} set: the host would wait for each kernel, and ours wait for "
+                f"what hosts of peers enqueue later; unset it, or use 'chunked' or 'collective' ({flag_name('method')})"
             )
-        if engine.variant.multiplies and plan.dtype == torch.bfloat16:
+        if device.type == "cpu" and not interpreted():
             return (
-                f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit "
-                "patterns; use float32, "
-                f"float16, or method 'chunked' ({flag_name('method')})"
+                f"method={engine.method!r} with CPU tensors: its kernels run there in Triton's interpreter only, which is for "
+                f"tests (TRITON_INTERPRET=1 before the first import); use 'auto' or 'chunked' ({flag_name('method')})"
+            )
+        if device.type == "cpu" and engine.variant.multiplies and plan.dtype == torch.bfloat16:
+            return (
+                f"method={engine.method!r} with bfloat16 CPU tensors: Triton's interpreter multiplies their bit patterns; "
+                f"use float32, float16, or method 'chunked' ({flag_name('method')})"
             )
     return None
 

@@ -1,10 +1,9 @@
-"""The plans of a domain, agreed on at a first call with some shapes, and the handle that a linear keeps to its planned call."""
+"""The plans of a domain, agreed on at a first call with some shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from ..cache import BoundedCache, Key, Value
-from ..config import OverlapConfig, flag_name
+from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
-from ..group.memory import Request, prepare
+from ..group.memory import Request, holds, prepare
 from ..group.registry import DOMAIN_WIDE, domain_of
-from ..group.signals import Tag
 from ..select import table
 from ..select.autotune import Autotune
 from ..select.table import Table
 from .launch import is_interpreted
 from .plan import Plan, error_on_device, make_plan
+from .planned import Planned, PlannedOp
 from .spec import OperatorSpec, autocast_error, tensor_error
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 _CONFIGS = (OverlapConfig, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-Scope = AbstractContextManager[None]
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Autotune | None], None]
@@ -37,117 +35,6 @@ OnPlan = Callable[[Plan, Autotune | None], None]
 
 class _Bounded(BoundedCache[Key, Value]):
     most = 1024  # calls
-
-
-@dataclass(frozen=True)
-class PassTags:
-    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges)."""
-
-    fprop: Tag
-    dgrad: Tag
-    wgrad: Tag
-    ranges: tuple[str, str, str]
-
-
-def tags_of(plan: Plan, name: str, meaning: tuple[str, ...]) -> PassTags:
-    """The tags of a linear. Methods are not in them: ranks have agreed on these already."""
-    what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
-    short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
-    fprop, dgrad, wgrad = Tag(f"{name}/fprop", what), Tag(f"{name}/dgrad", what), Tag(f"{name}/wgrad", what)
-    return PassTags(fprop, dgrad, wgrad, (f"{short}/fprop", f"{short}/dgrad", f"{short}/wgrad"))
-
-
-class _BackwardScopes(dict[tuple[bool, bool], Scope]):
-    """The scope of a backward pass by (wants dx, wants dw), made at its first use."""
-
-    def __init__(self, op: PlannedOp, timed: Callable[[Scope, str], Scope] | None) -> None:
-        super().__init__()
-        self._op, self._timed = op, timed
-
-    def __missing__(self, wanted: tuple[bool, bool]) -> Scope:
-        (wants_dx, wants_dw), plan, tags = wanted, self._op.plan, self._op.tags
-        wgrad = plan.wgrad if wants_dw else None
-        slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        gathers = wgrad is not None or not plan.spec.sends_input
-        begins_with_barrier = wants_dx and plan.dgrad.variant.barrier_first and gathers
-        scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
-        return self.setdefault(wanted, self._timed(scope, "dgrad") if self._timed and wants_dx else scope)
-
-
-class PlannedOp:
-    """The planned call of one linear, its handle: the plan, which holds for all linears of these shapes, its own tags and scopes.
-
-    Autograd passes it from forward to backward. keeps: forward keeps what it has gathered for the weight gradient. forward: the
-    scope of the forward pass. backward: those of backward passes, by (wants dx, wants dw). timed: makes of the scope of a pass,
-    "fprop" or "dgrad", one that is timed.
-    """
-
-    def __init__(
-        self, domain: OverlapDomain, plan: Plan, name: str, meaning: tuple[str, ...], trains: bool,
-        timed: Callable[[Scope, str], Scope] | None = None,
-    ) -> None:  # fmt: skip
-        self.domain, self.plan, self.keeps = domain, plan, plan.wgrad is None and trains
-        self.tags = tags = tags_of(plan, name, meaning)
-        fprop = plan.fprop
-        scope: Scope = domain.operator(tags.fprop, fprop.slots, fprop.variant.barrier_first, tags.ranges[0])
-        self.forward = timed(scope, "fprop") if timed else scope
-        self.backward = _BackwardScopes(self, timed)
-        for tag in (tags.dgrad, tags.wgrad):
-            domain.fault.register(tag)
-
-
-@dataclass
-class Planned:
-    """A plan that all ranks have agreed on, and the linears that run by it. trains: the weight gets a gradient."""
-
-    domain: OverlapDomain
-    plan: Plan
-    trains: bool = True
-    _ops: BoundedCache[tuple[str, tuple[str, ...]], PlannedOp] = field(default_factory=BoundedCache)
-    _concurrent: dict[int, Planned] = field(default_factory=dict)  # by SMs
-
-    @property
-    def request(self) -> Request:
-        return self.plan.request
-
-    @property
-    def compares(self) -> bool:
-        """Whether a rank that has another number of rows is found by its signals. NCCL would not find it."""
-        plan = self.plan
-        return all(engine.slots or self.domain.device.type != "cuda" for engine in (plan.fprop, plan.dgrad))
-
-    @property
-    def trial(self) -> Autotune | None:
-        """The autotune run in which a linear takes part by its next call."""
-        return None
-
-    def is_due(self, name: str) -> bool:
-        """Whether an autotune run ends before the next call of the linear `name`."""
-        return False
-
-    def linear(self, name: str, meaning: tuple[str, ...] = ()) -> PlannedOp:
-        """The linear `name`. meaning: in what else ranks must agree, beside operator, shapes and dtype."""
-        key = (name, meaning)
-        return self._ops.get(key) or self._ops.put(key, self._new_op(name, meaning))
-
-    def _new_op(self, name: str, meaning: tuple[str, ...]) -> PlannedOp:
-        return PlannedOp(self.domain, self.plan, name, meaning, self.trains)
-
-    def next_call(self, name: str) -> PlannedOp:
-        """The linear `name` in its next call: the same each time, but while methods are tried (autotune.py)."""
-        return self.linear(name)
-
-    def beside(self, sms: int) -> Planned:
-        """The same, whose kernels leave so many SMs to what another group sends meanwhile. Peers need not know."""
-        if not sms:
-            return self
-        if sms not in self._concurrent:
-            engines = {part: getattr(self.plan, part) for part in ("fprop", "dgrad", "dgrad_alone", "wgrad")}
-            spared = {
-                part: replace(engine, concurrent_sms=sms) for part, engine in engines.items() if engine is not None
-            }
-            self._concurrent[sms] = Planned(self.domain, replace(self.plan, **spared), self.trains)
-        return self._concurrent[sms]
 
 
 def settled_plan(
@@ -173,16 +60,15 @@ class PlanCache:
     """What one domain has decided so far, and the measurements that `auto` goes by, the same on all ranks.
 
     plans: by what all ranks have in common; then by how this rank's weight lies in memory, which its peers need not know.
-    agreed: keys without the rows, of calls that were agreed on with some number of them. before: what ranks agreed on before the
-    last autotune run ended: a plan that is made again as it was needs no agreement, and a CUDA graph may take it, because it has
-    run. handles: of each linear its last call, as (what may change from call to call, the planned call).
+    agreed: keys of calls that ranks have agreed on, with their rows, and without. They stay when an autotune run ends and plans
+    are made again: a CUDA graph may take such a call, because it has run. handles: of each linear its last call, as (what may
+    change from call to call, the planned call).
     """
 
     def __init__(self, domain: OverlapDomain, measured: Table) -> None:
         self.domain, self.table = domain, measured
         self.plans: _Bounded[tuple[object, ...], dict[object, Planned]] = _Bounded()
         self.agreed: _Bounded[tuple[object, ...], bool] = _Bounded()
-        self.before: _Bounded[tuple[object, ...], Request] = _Bounded()
         self.handles: BoundedCache[str, tuple[tuple[object, ...], PlannedOp]] = BoundedCache()
         # By the TP group of calls that exchange in this domain: what ulysses/two_groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
@@ -190,7 +76,7 @@ class PlanCache:
     @cached_property
     def defaults(self) -> OverlapConfig:
         """The settings of calls that bring none: the defaults, but for what all calls of the group share."""
-        shared = (*DOMAIN_WIDE, "exchange_mib", "tuning_dir")
+        shared = (*DOMAIN_WIDE, "exchange_mib")
         return OverlapConfig(**{name: getattr(self.domain.config, name) for name in shared})
 
     @cached_property
@@ -229,19 +115,19 @@ class PlanCache:
             raise ValueError(problem)  # of a call that peers know, in which nobody asks
         if known is not None:
             return known.setdefault(layout, planned)
-        problem = error or self._other_table(config) or error_here(planned.plan, domain)
+        problem = error or error_here(planned.plan, domain)
         operator, _, *rest, given, tries = key
         # What is this rank's alone is not asked of others.
         here = (*rest, None if given is None else config.agreed, tries)
         these_rows, any_rows = (operator, x.shape, *here), (operator, x.dim(), x.shape[-1:], *here)
-        fits = self.agreed.get(any_rows) and planned.compares and _fits(planned.request, domain)
-        if fits or self.agreed.get(these_rows) or self.before.get(key) == planned.request:
+        other_rows = self.agreed.get(any_rows) and planned.compares and not domain.is_capturing()
+        if (other_rows or self.agreed.get(these_rows)) and holds(domain, planned.request):
             if problem is not None:
                 raise ValueError(problem)
         else:
             prepare(domain, planned.request, problem, name, _trained(x, w))
-            for agreed in (these_rows, any_rows):
-                self.agreed.put(agreed, True)
+        for agreed in (any_rows, these_rows):
+            self.agreed.put(agreed, True)
         return self.plans.put(key, {layout: planned})[layout]
 
     def knows(self, spec: OperatorSpec) -> bool:
@@ -253,15 +139,6 @@ class PlanCache:
         with self.domain.exclusively(name):
             prepare(self.domain, Request(spec.name, "arguments that do not fit"), problem, name)
         raise ValueError(problem)
-
-    def _other_table(self, config: OverlapConfig) -> str | None:
-        """What is wrong with a call whose measurements are not those that its domain has read, or None."""
-        if config.tuning_dir == self.domain.config.tuning_dir:
-            return None
-        return (
-            f"tuning_dir={config.tuning_dir!r}, but the group's domain was made with {self.domain.config.tuning_dir!r} "
-            f"({flag_name('tuning_dir')}); call shutdown() to change it"
-        )
 
     def _planned(
         self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, name: str, *, tries: bool
@@ -285,9 +162,6 @@ class PlanCache:
         found = self.runs.end(trial, self.table, name)
         winners = {**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
         self.table = replace(self.table, winners=winners)
-        for key, by_layout in self.plans.items():
-            for planned in by_layout.values():  # the same request, however a rank's weight lies
-                self.before.put(key, planned.request)
         self.plans.clear()
         self.handles.clear()
 
@@ -300,17 +174,17 @@ def cache_of(domain: OverlapDomain, name: str) -> PlanCache:
     name: of the linear that asks, for errors."""
     if (cache := made_cache(domain)) is not None:
         return cache
-    config, world = domain.config, domain.world_size
+    config, what = domain.config, f"{name}: the group's first call"
     with domain.exclusively(name):
         if (cache := made_cache(domain)) is not None:  # another thread was first
             return cache
-        measured = domain.find_nodes(
-            f"{name}: the group's first call",
-            lambda nodes: table.read(config.tuning_dir, table.key_of(domain.device, world, nodes, config.network)),
-        )
+        nodes, measured = domain.find_nodes(what).topology.nodes, None
+        if domain.rank == 0:
+            key = table.key_of(domain.device, domain.world_size, nodes, config.network)
+            measured = table.read(config.tuning_dir, key)
+        measured = domain.agreement.exchange(measured, what, kind="first call of a group")[0]
         cache = _caches[domain.group] = PlanCache(domain, measured)
         domain.at_close.append(lambda: _caches.pop(domain.group, None))
-        domain.has_run = True
         return cache
 
 
@@ -341,7 +215,7 @@ def op_of(
             return handle[1]
     planned = plan_of(spec, x, w, bias, group, config, name, tries=True)
     op = planned.next_call(name)
-    if type(planned) is Planned:
+    if planned.run is None:
         _caches[group].handles.put(name, (now, op))
     if on_plan is not None:
         on_plan(op.plan, planned.trial)
@@ -352,10 +226,8 @@ def plan_of(
     spec: OperatorSpec, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup,
     config: OverlapConfig | None, name: str, *, tries: bool = False, problem: str | None = None,
 ) -> Planned:  # fmt: skip
-    """The plan of a call, the same on all ranks of the group. x, w, bias: the operands of the linear `name`.
-
-    A known plan is a dictionary look-up: only autocast is checked again. A new one checks the arguments and is agreed on by all
-    ranks, which communicates. So does the end of an autotune run.
+    """The plan of a call of the linear `name`, the same on all ranks of the group. A known plan is a dictionary look-up: only
+    autocast is checked again. A new one is agreed on, which communicates. So does the end of an autotune run.
 
     tries: methods may take turns in it (config.tune_steps). problem: what else is wrong with the call, or None; it is raised like
     what is wrong with the operands.
@@ -411,10 +283,3 @@ def _trained(x: torch.Tensor, w: torch.Tensor) -> str:
     if not torch.is_grad_enabled():
         return "no gradients"
     return f"x {'trained' if x.requires_grad else 'frozen'}, w {'trained' if w.requires_grad else 'frozen'}"
-
-
-def _fits(request: Request, domain: OverlapDomain) -> bool:
-    """Whether a call may use another number of rows than the ranks have agreed on: it fits into the slots that are there."""
-    there = not request.shares_memory or domain.heap is not None
-    fits = there and domain.layout.covering(request.slot_bytes, request.flagged_bytes) == domain.layout
-    return fits and not domain.is_capturing()

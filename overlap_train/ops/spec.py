@@ -43,29 +43,14 @@ def tensor_error(name: str, tensors: dict[str, torch.Tensor | None]) -> str | No
     for what, tensor in tensors.items():
         kind: Any = type(tensor)
         if tensor is not None and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            way = (
-                f"pass its shard, {what}.to_local()"
-                if hasattr(tensor, "to_local")
-                else "pass a tensor with memory of its own"
-            )
+            is_shard = hasattr(tensor, "to_local")
+            way = f"pass its shard, {what}.to_local()" if is_shard else "pass a tensor with memory of its own"
             return f"{name}: {what} is a {kind.__name__}, and operators send what lies in memory; {way}"
     return None
 
 
 def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
-
-
-def _operands_error(call: str, x_name: str, x: torch.Tensor, others: dict[str, torch.Tensor]) -> str | None:
-    """What is wrong with dtypes and devices, or None. others: the other operands by their names."""
-    if x.dtype not in DTYPES:
-        return f"{call}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
-    for other_name, other in others.items():
-        if other.dtype != x.dtype:
-            return f"{call}: {other_name} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same: cast one of them"
-        if other.device != x.device:
-            return f"{call}: {other_name} is on {other.device}, {x_name} on {x.device}; move one of them"
-    return None
 
 
 @dataclass(frozen=True)
@@ -109,9 +94,13 @@ class OperatorSpec:
             )
         if x.numel() == 0 or w.numel() == 0:
             return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"
-        wrong = _operands_error(name, x_name, x, {w_name: w} if bias is None else {w_name: w, "bias": bias})
-        if wrong is not None:
-            return wrong
+        if x.dtype not in DTYPES:
+            return f"{name}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
+        for its, other in ((w_name, w), ("bias", w if bias is None else bias)):
+            if other.dtype != x.dtype:
+                return f"{name}: {its} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same: cast one of them"
+            if other.device != x.device:
+                return f"{name}: {its} is on {other.device}, {x_name} on {x.device}; move one of them"
         if bias is not None and bias.shape != w.shape[:1]:
             return f"{name}: bias has shape {tuple(bias.shape)}; it must be [{w.shape[0]}], one per row of {w_name}"
         if self.fprop.splits_columns and w.shape[0] % world_size:

@@ -12,65 +12,18 @@ import torch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..schedule.kinds import Kind
-from .a2a_gemm import AllToAllGemm, ChunkedAllToAllGemm, CollectiveAllToAllGemm, DirectAllToAllGemm, FusedAllToAllGemm
-from .ag_gemm import (
-    AllGatherGemm,
-    ChunkedAllGatherGemm,
-    CollectiveAllGatherGemm,
-    DirectAllGatherGemm,
-    FusedAllGatherGemm,
-    LowLatencyAllGatherGemm,
-)
-from .gemm_a2a import (
-    ChunkedGemmAllToAll,
-    CollectiveGemmAllToAll,
-    DirectGemmAllToAll,
-    FusedGemmAllToAll,
-    GemmAllToAll,
-    PulledChunkedGemmAllToAll,
-    PulledFusedGemmAllToAll,
-)
-from .gemm_rs import (
-    ChunkedGemmReduceScatter,
-    CollectiveGemmReduceScatter,
-    DirectGemmReduceScatter,
-    FusedGemmReduceScatter,
-    GemmReduceScatter,
-    LowLatencyGemmReduceScatter,
-)
+from . import a2a_gemm, ag_gemm, gemm_a2a, gemm_rs
+from .gemm_a2a import PULLED, GemmAllToAll
 from .plan import EnginePlan
 
 Engines = dict[Kind, dict[str, Any]]  # by operator and method
 
 IN_NODE: Engines = {
-    Kind.AG_GEMM: {
-        "collective": CollectiveAllGatherGemm,
-        "chunked": ChunkedAllGatherGemm,
-        "fused": FusedAllGatherGemm,
-        "direct": DirectAllGatherGemm,
-        "low_latency": LowLatencyAllGatherGemm,
-    },
-    Kind.GEMM_RS: {
-        "collective": CollectiveGemmReduceScatter,
-        "chunked": ChunkedGemmReduceScatter,
-        "fused": FusedGemmReduceScatter,
-        "direct": DirectGemmReduceScatter,
-        "low_latency": LowLatencyGemmReduceScatter,
-    },
-    Kind.GEMM_A2A: {
-        "collective": CollectiveGemmAllToAll,
-        "chunked": ChunkedGemmAllToAll,
-        "fused": FusedGemmAllToAll,
-        "direct": DirectGemmAllToAll,
-    },
-    Kind.A2A_GEMM: {
-        "collective": CollectiveAllToAllGemm,
-        "chunked": ChunkedAllToAllGemm,
-        "fused": FusedAllToAllGemm,
-        "direct": DirectAllToAllGemm,
-    },
+    Kind.AG_GEMM: ag_gemm.METHODS,
+    Kind.GEMM_RS: gemm_rs.METHODS,
+    Kind.GEMM_A2A: gemm_a2a.METHODS,
+    Kind.A2A_GEMM: a2a_gemm.METHODS,
 }
-PULLED = {"chunked": PulledChunkedGemmAllToAll, "fused": PulledFusedGemmAllToAll}
 TABLE: dict[str, Engines] = {"node": IN_NODE}  # by `OneNode.reach`
 
 
@@ -79,28 +32,10 @@ def register(reach: str, engines: Engines) -> None:
     TABLE[reach] = {kind: {"collective": IN_NODE[kind]["collective"], **methods} for kind, methods in engines.items()}
 
 
-def start_ag_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, x_shard_m: torch.Tensor) -> AllGatherGemm:
-    """A started engine that gathers x_shard_m [M/W, K]."""
-    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, x_shard_m.contiguous())
-
-
-def start_gemm_rs(
-    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
-) -> GemmReduceScatter:
-    """A started engine that multiplies and reduces."""
-    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, a_mk, b_kn)
-
-
-def start_gemm_a2a(
-    domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_shard_m: torch.Tensor, b_kn: torch.Tensor,
-    into: torch.Tensor | None = None,
-) -> GemmAllToAll:  # fmt: skip
-    """A started engine that multiplies and exchanges.
-
-    into: [W, M/W, N/W], each block contiguous, where the result belongs. The GEMM writes the own block there, which leaves the
-    peers' to be copied out of the slot. None: all stay in the slot, for who reads them there.
-    """
-    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, a_shard_m, b_kn, into)
+def start_engine(domain: OverlapDomain, plan: EnginePlan, tag: Tag, *operands: torch.Tensor | None) -> Any:
+    """A started engine of a pass: AllGatherGemm of x_shard_m, GemmReduceScatter of a_mk and b_kn, GemmAllToAll of a_shard_m, b_kn
+    and perhaps `into`, or AllToAllGemm of the blocks to send, [W, M/W, K/W], each contiguous."""
+    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, *operands)
 
 
 def start_pulled_gemm_a2a(
@@ -109,8 +44,3 @@ def start_pulled_gemm_a2a(
     """A started engine that multiplies and exchanges, whose blocks the ranks pull (plan.may_pull). `into` [W, M/W, N/W] is
     complete when the operator ends."""
     return PULLED[plan.method](domain, plan, tag, a_shard_m, b_kn, into)
-
-
-def start_a2a_gemm(domain: OverlapDomain, plan: EnginePlan, tag: Tag, sent: torch.Tensor) -> AllToAllGemm:
-    """A started engine that exchanges sent [W, M/W, K/W]: block d goes to rank d. Each block is contiguous."""
-    return TABLE[domain.span.reach][plan.kind][plan.method](domain, plan, tag, sent)

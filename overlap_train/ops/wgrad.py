@@ -18,20 +18,17 @@ import torch
 
 
 class WeightGradient:
-    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several. main_grad:
-    "accumulate" or "off", as in OverlapConfig.
+    """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several. So is that for a
+    16-bit main_grad, to be rounded once and not by each part.
 
-    Several parts are summed in fp32 for a 16-bit main_grad, too, so that it is rounded once and not by each part.
-
-    ctx: of the autograd function, whose second input is the weight; None: not known.
+    main_grad: as in OverlapConfig. ctx: of the autograd function, whose second input is the weight; None: not known.
     """
 
     def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None) -> None:
-        self._weight, target = weight, getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
-        self._ctx = ctx
-        if target is not None and (is_watched(weight) or not is_accumulated(ctx, 1)):
-            target = None
-        self._target = target
+        self._weight, self._ctx = weight, ctx
+        self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
+        if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, 1)):
+            self._target = None
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 
@@ -43,7 +40,8 @@ class WeightGradient:
         if target is None:
             self._dw = _product(dy, x)
         else:
-            add_product(target, dy, x)
+            for part, dy_part, x_part in _parts(target, dy, x):
+                accumulate(part, dy_part, x_part)
 
     def result(self) -> torch.Tensor | None:
         """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
@@ -80,16 +78,10 @@ def is_accumulated(ctx: Any, number: int) -> bool:
         return False
 
 
-def add_product(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """target [N, K] += dy.T @ x, either of which may be in blocks."""
-    for part, dy_part, x_part in _parts(target, dy, x):
-        accumulate(part, dy_part, x_part)
-
-
 def _product(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if dy.dim() == x.dim() == 2:
         return torch.mm(dy.t(), x)
-    n, k = (_features(matrix) for matrix in (dy, x))
+    n, k = (matrix.shape[-1] * (len(matrix) if matrix.dim() == 3 else 1) for matrix in (dy, x))
     dw = x.new_empty(n, k)
     for part, dy_part, x_part in _parts(dw, dy, x):
         torch.mm(dy_part.t(), x_part, out=part)
@@ -106,11 +98,6 @@ def _parts(
         yield from ((part, dy, block) for part, block in zip(target.chunk(len(x), 1), x, strict=True))
     else:
         yield target, dy, x
-
-
-def _features(matrix: torch.Tensor) -> int:
-    """C, the number of features of a matrix [M, C], or of its blocks [W, M, C/W]."""
-    return matrix.shape[-1] * (len(matrix) if matrix.dim() == 3 else 1)
 
 
 def accumulate(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:

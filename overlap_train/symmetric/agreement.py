@@ -20,13 +20,11 @@ import torch.distributed as dist
 from ..config import flag_name
 from ..warn import warn_user
 from .bounded import Callers
-from .peers import LOOK_S, OverlapMismatchError, OverlapTimeoutError, Peers, answer, warn_after
+from .peers import LOOK_S, OverlapMismatchError, OverlapTimeoutError, Peers, answer, answer_soon, warn_after
 
 __all__ = ["Agreement", "OverlapMismatchError", "OverlapTimeoutError", "allocated", "on_all_ranks", "say_on_rank_0"]
 
 T = TypeVar("T")
-
-
 # Beyond the time-out, and for each rank: a rank that is late is named first, by a question for each.
 _ANSWER_S, _ANSWER_OF_RANK_S = 1.0, 1e-3
 # A library takes its time to start, however short a wait in training may be. On 2 x H100 NVSHMEM still connected after 60 s.
@@ -42,13 +40,12 @@ def say_on_rank_0(rank: int, text: str) -> None:
 class Agreement:
     """What the ranks of one group exchange outside the hot path. All of them call the same methods in the same order.
 
-    call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s, at least two
-    minutes. The doctor, whose report comes before, sets it. called: the group in errors; where a call has two, the argument that
-    it is.
+    call_s: how long a library's call may take that nothing can interrupt (bounded.py); None: timeout_s, at least two minutes.
+    called: the group in errors; where a call has two, the argument that it is. is_idle: whether all that this rank has enqueued
+    on its device is done.
     """
 
     called = "the group"
-    # Whether all that this rank has enqueued on its device is done.
     is_idle: Callable[[], bool] = staticmethod(lambda: True)
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, call_s: float | None = None) -> None:
@@ -63,13 +60,10 @@ class Agreement:
         self.peers = Peers(self._store, self.rank, self.world_size)
 
     def exchange(self, value: Any, what: str, kind: str = "", closing: bool = False) -> list[Any]:
-        """The values of all ranks, by rank.
+        """The values of all ranks, by rank; anything that can be pickled.
 
-        Args:
-            value: anything that can be pickled.
-            what: what the ranks do here, for errors: "fc1: agree on its first call".
-            kind: what must be equal on all ranks for their values to belong together; empty: `what`.
-            closing: in shutdown(), to which ranks come that have failed, too.
+        what: what the ranks do here, for errors: "fc1: agree on its first call". kind: what must be equal on all ranks for their
+        values to belong together; empty: `what`. closing: in shutdown(), to which ranks come that have failed, too.
 
         Raises:
             OverlapTimeoutError: a rank did not come in time, or the store is gone.
@@ -96,10 +90,7 @@ class Agreement:
         def ask() -> str | None:
             return str(pickle.loads(self._store.get(key))[1]) if self._store.check([key, f"{key}/waits"]) else None
 
-        try:
-            return answer(ask, _ANSWER_S)
-        except (TimeoutError, RuntimeError, ConnectionError):
-            return None
+        return answer_soon(ask)
 
     def store_of(self, name: str) -> dist.Store:
         """A part of the store for something of the group that needs one of its own."""
@@ -185,37 +176,36 @@ class Agreement:
 
     def _wait_for(self, keys: list[str], what: str, closing: bool, given_up: threading.Event) -> None:
         begin, pause, warned, look_at = time.monotonic(), 2e-4, False, min(LOOK_S, self.timeout_s / 10)
-        while not self._store.check(keys):
-            if given_up.is_set():
-                self._store.delete_key(keys[self.rank])
-                raise InterruptedError
-            waited = time.monotonic() - begin
-            # The last one may have come just now. Others have seen all keys then, and go on: so does this rank.
-            if waited > self.timeout_s and (late := self._missing(keys)):
-                self._store.delete_key(keys[self.rank])  # or a late rank would believe that everybody has come
-                raise OverlapTimeoutError(
-                    f"{what}: rank {self.rank} waited {self.timeout_s:g} s for {late}. A rank that does not come is dead, "
-                    f"stopped, or in another call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
-                )
-            if waited > look_at:
-                look_at = waited + LOOK_S
-                if self.is_idle():
-                    self._store.set(f"{keys[self.rank]}/waits", b"")
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                failure = self.peers.error(f"{what}: rank {self.rank}", missing, closing) if missing else None
-                if failure is not None:
-                    self._store.delete_key(keys[self.rank])
-                    raise failure
-                if not warned and waited > warn_after(self.timeout_s) and (late := self._missing(keys)):
-                    warned = True
-                    warn_user(f"{what}: rank {self.rank} has waited {waited:.3g} s for {late}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+        where = f"{what}: rank {self.rank}"
+        try:
+            while not self._store.check(keys):
+                if given_up.is_set():
+                    raise InterruptedError
+                waited = time.monotonic() - begin
+                # The last one may have come just now. Others have seen all keys then, and go on: so does this rank.
+                if waited > min(look_at, self.timeout_s) and (missing := self._missing(keys)):
+                    look_at = waited + LOOK_S
+                    late = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.called}"
+                    if waited > self.timeout_s:
+                        raise OverlapTimeoutError(
+                            f"{where} waited {self.timeout_s:g} s for {late}. A rank that does not come is dead, "
+                            f"stopped, or in another call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."
+                        )
+                    if self.is_idle():
+                        self._store.set(f"{keys[self.rank]}/waits", b"")
+                    if (failure := self.peers.error(where, missing, closing)) is not None:
+                        raise failure
+                    if not warned and waited > warn_after(self.timeout_s):
+                        warned = True
+                        warn_user(f"{where} has waited {waited:.3g} s for {late}")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+        except (InterruptedError, OverlapTimeoutError, OverlapMismatchError):
+            self._store.delete_key(keys[self.rank])  # or a late rank would believe that everybody has come
+            raise
 
-    def _missing(self, keys: list[str]) -> str:
-        """Who has not come, in words; empty: all have."""
-        late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        return f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))} of {self.called}" if late else ""
+    def _missing(self, keys: list[str]) -> list[int]:
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
 
 def on_all_ranks(

@@ -30,12 +30,9 @@ class Callers:
 
 @contextlib.contextmanager
 def bounded(what: str, callers: Callers) -> Iterator[None]:
-    """Bracket of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr, by
-    SIGKILL, which no state of it can hold up. Where nobody can watch, a warning says so, and the call goes on: the others are in
-    it already. Takes this process 2 ms.
-
-    what: what the ranks do here, and in which library: "overlap_train: allocate NVSHMEM memory".
-    """
+    """Scope of one call that all callers make. If it has not ended in time, the process ends, with an error on stderr, by
+    SIGKILL, which no state of it can hold up. Where nobody can watch, a warning says so. Takes this process 2 ms. what: what
+    the ranks do here, and in which library: "overlap_train: allocate NVSHMEM memory"."""
     watching, deadline = None, time.monotonic() + callers.limit_s  # the same clock in all processes of a machine
     python = sys.executable or ""  # it may be None in a program that embeds Python: OSError then, too
     command = [python, "-I", "-S", __file__, str(os.getpid()), str(deadline), error_of(what, callers)]

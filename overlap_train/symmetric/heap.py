@@ -1,7 +1,4 @@
-"""Symmetric memory: every rank of a group allocates the same bytes and sees every peer's.
-
-Three providers of one kind of heap. Allocation is collective over the group; freeing is too where the provider needs it.
-"""
+"""Symmetric memory: every rank of a group allocates the same bytes and sees every peer's. Three providers of one kind of heap."""
 
 from __future__ import annotations
 
@@ -43,11 +40,8 @@ class SymmetricHeap:
 
 
 def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.device) -> SymmetricHeap:
-    """Allocate a heap collectively over the agreement's group.
-
-    Args:
-        provider: "nvshmem", "torch", "host", or "auto": host on CPU; on GPUs nvshmem where nvshmem4py is installed and its one
-            world is not taken by another group, else torch.
+    """Allocate a heap collectively over the agreement's group. provider: a name, or "auto": host on CPU; on GPUs nvshmem where
+    nvshmem4py is installed and its one world is not taken by another group, else torch.
 
     Raises:
         RuntimeError: the provider cannot serve the device of a rank, is not installed there, or does not start, or the rank
@@ -61,20 +55,13 @@ def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.de
 
 
 def heap_by(
-    provider: str,
-    agreement: Agreement,
-    nbytes: int,
-    device: torch.device,
-    ranks: range | None = None,
-    carries: bool = False,
-    offer: Offer | None = None,
-) -> SymmetricHeap:
+    provider: str, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None,
+    carries: bool = False, offer: Offer | None = None,
+) -> SymmetricHeap:  # fmt: skip
     """`open_heap` by a provider that all ranks have agreed on.
 
-    Args:
-        ranks: of this rank's node, where the group has several: only their memory is mapped.
-        carries: whether NVSHMEM also carries data between nodes. Its world then is the whole group.
-        offer: of memory on the CPU, exchanged before.
+    ranks: of this rank's node, where the group has several: only their memory is mapped. carries: whether NVSHMEM also carries
+    data between nodes. Its world then is the whole group. offer: of memory on the CPU, exchanged before.
     """
     if provider == "host":
         from .host import open_host_heap
@@ -90,10 +77,7 @@ def heap_by(
 
 
 def resolve_provider(group: dist.ProcessGroup, provider: str, device: torch.device, ranks: range | None = None) -> str:
-    """The provider that `auto` stands for here; a named one is checked against the device and what is installed.
-
-    Args:
-        ranks: see heap_by.
+    """The provider that `auto` stands for here; a named one is checked against device and installation. ranks: see heap_by.
 
     Raises:
         ValueError: the provider cannot serve this device, or is not installed.

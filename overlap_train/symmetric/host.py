@@ -22,15 +22,17 @@ Told = tuple[int, int, str] | str  # process, descriptor, machine; or an error
 
 
 class Offer:
-    """Zeros of this rank that others may map: a memfd, whose pages cost memory once touched. told: where they find it, or why
-    there is none. all_told: of all ranks, once they have exchanged it."""
+    """Zeros of this rank that others may map: a memfd. told: where they find it, or why there is none. all_told: of all ranks,
+    once they have exchanged it."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._descriptor, self.all_told = nbytes, -1, list[Told]()
         try:
-            machine, self._descriptor = _machine(), os.memfd_create("overlap_train")
+            if not machine():
+                raise OSError("/proc does not tell which machine this is")
+            self._descriptor = os.memfd_create("overlap_train")
             os.ftruncate(self._descriptor, nbytes)
-            self.told: Told = (os.getpid(), self._descriptor, machine)
+            self.told: Told = (os.getpid(), self._descriptor, machine())
         except OSError as failure:
             self.told = str(failure)
 
@@ -69,11 +71,8 @@ def open_host_heap(agreement: Agreement, nbytes: int, ranks: range, offer: Offer
 
 
 def share_on_machine(agreement: Agreement, nbytes: int) -> torch.Tensor:
-    """Zeros, uint8 [nbytes], that the ranks of one machine share. Collective; ranks may be on several machines.
-
-    Raises:
-        RuntimeError: on every rank, if one of them could not have them.
-    """
+    """Zeros, uint8 [nbytes], that the ranks of one machine share; ranks may be on several. Collective. RuntimeError: on every
+    rank, if one of them could not have them."""
     return _shared(agreement, nbytes, lambda machines: [machines.index(machines[agreement.rank])])[0]
 
 
@@ -84,13 +83,6 @@ def _shared(agreement: Agreement, nbytes: int, ranks_of: Callable[[list[str]], S
         return offer.open(agreement, ranks_of)
     finally:
         offer.close()
-
-
-def _machine() -> str:
-    """Which system these processes see each other in."""
-    if not machine():
-        raise OSError("/proc does not tell which machine this is")
-    return machine()
 
 
 def _map(pid: int, number: int, nbytes: int) -> torch.Tensor:

@@ -38,11 +38,8 @@ def can_serve(group: dist.ProcessGroup, ranks: range | None = None) -> bool:
 def open_nvshmem_heap(
     agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None, carries: bool = False
 ) -> SymmetricHeap:
-    """A heap that NVSHMEM allocates and maps. ranks: of this node, where the group has several; only they are mapped.
-
-    The first heap of a process initialises NVSHMEM (about 0.8 s): over `ranks`, or over the group, where NVSHMEM carries data
-    between its nodes (nodes/nvshmem.py), too.
-    """
+    """A heap that NVSHMEM allocates and maps. The first one of a process initialises NVSHMEM (about 0.8 s). ranks, carries: see
+    heap_by."""
     everyone = range(agreement.world_size)
     ranks, world = ranks or everyone, everyone if carries else ranks or everyone
     core, callers = _world(agreement, device, world), agreement.callers(world)
@@ -59,8 +56,18 @@ def open_nvshmem_heap(
         with bounded("overlap_train: free NVSHMEM memory", callers):
             core.free_tensor(memory)
 
+    def view_of(rank: int) -> torch.Tensor:
+        try:
+            return memory if rank == agreement.rank else core.get_peer_tensor(memory, rank - world.start)
+        except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
+            raise ValueError(
+                f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
+                f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
+                f"(--overlap-train-node-ranks)"
+            ) from error
+
     def views_of_all() -> list[torch.Tensor]:
-        views = [memory if rank == agreement.rank else _peer(core, memory, rank, world.start) for rank in ranks]
+        views = [view_of(rank) for rank in ranks]
         torch.cuda.synchronize(device)
         return views
 
@@ -72,17 +79,6 @@ def open_nvshmem_heap(
         free()
         raise
     return SymmetricHeap("nvshmem", views, ranks.start, free=free)
-
-
-def _peer(core: Any, memory: torch.Tensor, rank: int, world_first: int) -> torch.Tensor:
-    try:
-        return core.get_peer_tensor(memory, rank - world_first)
-    except Exception as error:  # nvshmem4py raises its own class for a peer that is not mapped
-        raise ValueError(
-            f"group: rank {rank} has no peer access (NVLink or PCIe P2P) from this GPU, which overlapped "
-            f"operators need; put the tensor-parallel group on GPUs of one node, or say how many of its ranks a node has "
-            f"(--overlap-train-node-ranks)"
-        ) from error
 
 
 def finalize() -> None:
@@ -106,7 +102,7 @@ def _world(agreement: Agreement, device: torch.device, members: range) -> Any:
     rank = agreement.rank - members.start
 
     def prepare() -> tuple[Any, Any, Any]:
-        """(nvshmem.core, the GPU of cuda.core, the world's id on its first rank, where there is no world yet)."""
+        """(nvshmem.core, the GPU of cuda.core, the id of a new world on its first rank)."""
         import nvshmem.core
         from cuda.core import Device
 

@@ -1,10 +1,8 @@
 """What the ranks of a group tell each other, through its key-value store, when one of them cannot go on.
 
-A rank that raises says in which call it was, and what it raised. A rank that waits looks for that four times a second, and
-whether the process of the rank that it waits for is still there. So nobody waits for all of timeout_s for one that will not come.
-
-Ranks may all raise alike, as where memory runs out, and go on. Therefore a rank gives up a second after it has heard of it, and
-not if it has raised in the same operator itself.
+A rank that raises writes its call and its error. A rank that waits looks for that four times a second, and whether the process
+of the awaited rank is still there. Ranks may all raise alike, as where memory runs out, and go on. Therefore a rank gives up a
+second after it has heard of an error, and not if it has raised in the same operator itself.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -44,12 +41,8 @@ class OverlapPeerError(OverlapTimeoutError):
 
 
 def answer(ask: Callable[[], T], limit_s: float) -> T:
-    """What `ask` returns or raises. It runs in a thread of its own, which is left behind where no answer comes: torch 2.11 waited
-    25 s for a store whose process was stopped, whatever time-out the store had.
-
-    Raises:
-        TimeoutError: no answer came in time.
-    """
+    """What `ask` returns or raises; TimeoutError after `limit_s` seconds. It runs in a thread of its own, which then is left
+    behind: torch 2.11 waited 25 s for a store whose process was stopped, whatever time-out the store had."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -65,17 +58,23 @@ def answer(ask: Callable[[], T], limit_s: float) -> T:
     return future.result(limit_s)
 
 
+def answer_soon(ask: Callable[[], T]) -> T | None:
+    """What `ask` returns; None where the store is gone, or does not answer in a second: no news."""
+    with contextlib.suppress(TimeoutError, RuntimeError, ConnectionError):
+        return answer(ask, _ANSWER_S)
+    return None
+
+
 def warn_after(timeout_s: float) -> float:
     """Seconds of a wait after which the late rank is named."""
     return min(timeout_s / 10, 10.0)
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """What a rank says that cannot go on.
 
     operator: how many operators it had begun in the group. text: what it did, with the class of the error and the call.
-    mismatch: it found itself in another call than a peer. end: of this rank's part in the group, one of RAISED .. LEFT.
+    end: of this rank's part in the group, one of RAISED .. LEFT. mismatch: it found itself in another call than a peer.
     """
 
     operator: int
@@ -90,8 +89,7 @@ UNCAUGHT = "uncaught"  # its process ends
 LEFT = "left"  # by shutdown(): only a rank that waits for more of it is wrong
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A process of some machine, as another one recognises it."""
 
     machine: str
@@ -112,7 +110,7 @@ class Process:
 
 @functools.cache
 def machine() -> str:
-    """The machine, and the numbers by which this process knows others; empty: not known."""
+    """The operating system, and the PID namespace in which this process knows others; empty: not known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -154,10 +152,8 @@ class Peers:
         self._store.delete_key(f"failure/{self.rank}")
 
     def tell(self, error: BaseException, call: str, end: str, begun: bool = True) -> None:
-        """Tell the peers of an error of this rank.
-
-        call: where it was raised; empty: outside of operators. end: see Failure. begun: whether the operator had begun.
-        """
+        """Tell the peers of an error of this rank. call: where it was raised; empty: outside of operators. end: see Failure.
+        begun: whether the operator had begun."""
         if self._told and end != UNCAUGHT:
             return
         self._told, self.takes_back = end != RAISED, end == RAISED and not begun
@@ -178,22 +174,14 @@ class Peers:
             self._store.set(f"failure/{self.rank}", pickle.dumps(failure))
             self._store.add("failures", 1)
 
-        # Where the store is gone, peers notice that, too.
-        with contextlib.suppress(TimeoutError, RuntimeError, ConnectionError):
-            answer(send, _ANSWER_S)
+        answer_soon(send)  # where the store is gone, peers notice that, too
 
     def error(
         self, what: str, awaited: Sequence[int], closing: bool = False
     ) -> OverlapPeerError | OverlapMismatchError | None:
-        """Why this rank need not wait any longer, or None.
-
-        what: where it waits, in words. awaited: the ranks for which. closing: it waits in shutdown(), to which ranks come that
-        have failed, too.
-        """
-        try:
-            return answer(lambda: self._look(what, awaited, closing), _ANSWER_S)
-        except (TimeoutError, RuntimeError, ConnectionError):
-            return None  # no news; the wait has a limit of its own
+        """Why this rank need not wait any longer, or None. what: where it waits, in words. awaited: the ranks for which.
+        closing: in shutdown(), to which ranks come that have failed, too."""
+        return answer_soon(lambda: self._look(what, awaited, closing))  # without news the wait has a limit of its own
 
     def _look(self, what: str, awaited: Sequence[int], closing: bool) -> OverlapPeerError | OverlapMismatchError | None:
         if not self._looks.acquire(False):  # an earlier look has got no answer yet

@@ -25,7 +25,7 @@ def open_torch_heap(
     agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None
 ) -> SymmetricHeap:
     """It needs no environment; several groups of one process may each have one. ranks: those of this node, where the group has
-    several; only they are mapped. Memory of a rank that is alone in its node is any of torch's."""
+    several; only they are mapped. A rank that is alone in its node takes any memory of torch's."""
     if ranks is not None and len(ranks) == 1:
         memory = allocated(partial(_zeros, torch.empty, nbytes, device), nbytes, agreement, _ALLOCATE)
         return SymmetricHeap("alone", [memory], ranks.start)

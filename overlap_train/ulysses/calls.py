@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..group.registry import domain_of
-from ..ops.autotune import InRun
-from ..ops.plan_cache import OnPlan, Planned, plan_of, refuse
+from ..ops.plan_cache import OnPlan, plan_of, refuse
+from ..ops.planned import Planned
 from ..ops.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from .exchange import Linear, Turn
 from .layout import AttentionHeads
@@ -94,8 +94,8 @@ def _parts(
     turn = run = None
     if settings.tune_steps:
         planned = plan(operands[0], config, tries=True)
-        run, method = planned.trial, planned.next_method(name) if isinstance(planned, InRun) else None
-        if isinstance(planned, InRun) and method is not None:
+        run, method = planned.trial, planned.next_method(name)
+        if planned.run is not None and method is not None:
             turn, config = Turn(planned.run, name, method), settings.by(method)
     parts = tuple(
         Part(*place, plan(operand, config).linear(name, terms.meaning))

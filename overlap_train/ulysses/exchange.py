@@ -23,7 +23,7 @@ import torch
 from ..group.domain import profiled
 from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.gemm_a2a import GemmAllToAll
-from ..ops.table import start_a2a_gemm, start_gemm_a2a
+from ..ops.table import start_engine
 from ..ops.wgrad import WeightGradient
 from ..select.autotune import Autotune, TimedScope
 from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
@@ -255,11 +255,11 @@ class Linear:
         domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
         assert plan.wgrad is not None, "what forward has received was not kept"
         with part.exchange.backward[dx is not None, True]:
-            receiver, dy_rows = start_a2a_gemm(domain, plan.wgrad, tags.wgrad, x.give(part)), self.rows(dy, part)
+            receiver, dy_rows = start_engine(domain, plan.wgrad, tags.wgrad, x.give(part)), self.rows(dy, part)
             if dx is None:
                 self._add(dw, part, dy_rows, receiver.received_view(), False)
                 return
-            exchange = start_gemm_a2a(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
+            exchange = start_engine(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
             self._add(dw, part, dy_rows, receiver.received_view(), True)
             dx.take(part, exchange.received())
 

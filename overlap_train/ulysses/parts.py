@@ -22,8 +22,8 @@ from ..group.slots import SLOTS
 from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.plan import EnginePlan
-from ..ops.plan_cache import PlannedOp
-from ..ops.table import start_a2a_gemm, start_gemm_a2a, start_pulled_gemm_a2a
+from ..ops.planned import PlannedOp
+from ..ops.table import start_engine, start_pulled_gemm_a2a
 from ..select.system import H200, System
 
 Give = Callable[[], torch.Tensor]
@@ -57,8 +57,8 @@ class Step:
 
     def start(self, sent: torch.Tensor) -> AllToAllGemm | GemmAllToAll:
         if self.factor is None:
-            return start_a2a_gemm(self.domain, self.plan, self.tag, sent)
-        start = start_pulled_gemm_a2a if self.is_pulled else start_gemm_a2a
+            return start_engine(self.domain, self.plan, self.tag, sent)
+        start = start_pulled_gemm_a2a if self.is_pulled else start_engine
         return start(self.domain, self.plan, self.tag, sent, self.factor.b_kn, self.factor.into)  # type: ignore[arg-type]
 
     @property

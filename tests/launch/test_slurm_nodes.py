@@ -148,7 +148,7 @@ def test_a_job_whose_node_is_lost_says_so_and_starts_again_when_it_is_back(run: 
     ours, megatrons = "of node 1,? over the network", "a collective of Megatron's or torch's own lost a rank"
     message = f"pretrain_gpt: error: .*({ours}|{megatrons})"
     run.until(lambda: re.search(message, run.output()), "the rank's word on the lost node")
-    assert "2 ranks on 2 nodes of 1, found by mapping memory: ranks 0, 1; gloo between nodes" in run.output()
+    assert "2 ranks on 2 nodes of 1, found by operating system: ranks 0, 1; gloo between nodes" in run.output()
     run.site.slurm.command("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=lost")
     run.until(lambda: run.job("Restarts") == "1", "a requeue by Slurm")
     run.until(lambda: "Node failure on node1" in run.output(), "Slurm's name of the lost node")

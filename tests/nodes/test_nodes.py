@@ -64,7 +64,7 @@ def test_two_nodes_of_two_ranks_are_found_and_right_on_a_slow_wire(network: Netw
     assert len(set(hosts)) == 1, "the host name says nothing"
     assert len(set(namespaces)) == 2
     assert list(found) == [(2, 2, rank) for rank in range(4)]
-    printed = re.findall("4 ranks on 2 nodes of 2, found by mapping memory: ranks 0-1, 2-3; gloo", ranks.errors())
+    printed = re.findall("4 ranks on 2 nodes of 2, found by operating system: ranks 0-1, 2-3; gloo", ranks.errors())
     assert len(printed) == 1, "rank 0 says it once"
 
 

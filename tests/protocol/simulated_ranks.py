@@ -147,8 +147,9 @@ class SimulatedDomain:
         self.topology = core("schedule.order").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]
         self.graphed = self.captured = self.closed = self.on_gpu = False
-        self.has_run, self.in_use = True, threading.RLock()
+        self.in_use = threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
+        self.agreement = SimpleNamespace(peers=SimpleNamespace(takes_back=False))
         self.tags: list[Any] = []
         self.fault = core("group.signals").FaultRecord(self.device, rank, simulation.timeout_s)
         self.fault.held = self.tags
@@ -160,7 +161,7 @@ class SimulatedDomain:
             waits.wait_chunk = waits.chunk_on_stream
             waits.next_epoch = core("group.waits").next_epoch_on_stream
         self.workspace = core("group.workspace").Workspace(heap, layout, self.device, waits)
-        self.span = core("group.span").OneNode(self)
+        self.span = core("group.domain").OneNode(self)
 
     def operator(
         self, tag: Any, slots: int, barrier_first: bool = False, shown_as: str = ""
@@ -224,8 +225,7 @@ class SimulatedEngine:
         self._queue += [route.push(source) for route in routes]
 
     def pull(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-        pull = core("group.copy_engine").Pull
-        self._queue += [pull(source, target) for source, target in zip(sources, targets, strict=True)]
+        self._queue += zip(sources, targets, strict=True)
 
     def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
         self.push(source, routes)
@@ -252,9 +252,9 @@ class SimulatedEngine:
             self._scheduler.wait_until(lambda: self._queue or self._closed, "a push or the end")
             if not self._queue:
                 return
-            if isinstance(self._queue[0], copies.Pull):
-                pull = self._queue[0]
-                copies.run_pull(dataclasses.replace(pull, target=_Stepwise(self._scheduler, pull.target, pieces=2)))
+            if isinstance(self._queue[0], tuple):  # a pull
+                source, target = self._queue[0]
+                _Stepwise(self._scheduler, target, pieces=2).copy_(source)
             elif not self._stopped:
                 copies.run_push(self._stepwise(self._queue[0]), lambda seconds: self._scheduler.step(), self._timeout_s)
             self._queue.popleft()

@@ -22,7 +22,7 @@ def raises_behind_its_push(domain: SimulatedDomain, method: str = "chunked") -> 
     own = torch.full((TILE, TILE), torch.nan)
     with contextlib.suppress(MemoryError), domain.operator(tag_of("broken"), slots=1):
         plan = domain.plan(method, own, own).fprop
-        core("ops.table").start_ag_gemm(domain, plan, tag_of("broken"), own)
+        core("ops.table").start_engine(domain, plan, tag_of("broken"), own)
         raise MemoryError
 
 
@@ -53,7 +53,7 @@ def late_meeting(late: int = 1) -> Build:
             gave_up.append(domain.rank)
             ones = torch.ones(TILE, TILE)
             plan, gathers = domain.plan("chunked", ones, ones).fprop, core("ops.table")
-            gathered[domain.rank] = gathers.start_ag_gemm(domain, plan, tag_of("fc1"), ones).gathered_view()
+            gathered[domain.rank] = gathers.start_engine(domain, plan, tag_of("fc1"), ones).gathered_view()
             if domain.rank != late:
                 with pytest.raises(OverlapTimeoutError, match=f"fc1: rank {domain.rank} waited"):
                     domain.fault.check()

@@ -101,7 +101,7 @@ def planned(
     hidden = x.new_empty(x.shape[0] * domain.world_size, w1.shape[0])
     first = domain.plan(method, x, w1, **settings)
     second = domain.plan(method, hidden, w2, "LINEAR_REDUCE_SCATTER", **settings)
-    return tuple(core("ops.plan_cache").Planned(domain, plan) for plan in (first, second))
+    return tuple(core("ops.planned").Planned(domain, plan) for plan in (first, second))
 
 
 def _forward(

@@ -72,7 +72,7 @@ def _one_pass(
 
 def linear_of(domain: SimulatedDomain, method: str, spec: str, of_part: torch.Tensor, w: torch.Tensor) -> Any:
     """The linear of PARTS parts of TILE positions each. of_part: what one multiplies, or receives."""
-    exchange, plan_book, parts = core("ulysses.exchange"), core("ops.plan_cache"), core("ulysses.parts")
+    exchange, plan_book, parts = core("ulysses.exchange"), core("ops.planned"), core("ulysses.parts")
     planned = plan_book.Planned(domain, domain.plan(method, of_part, w, spec, main_grad="off"))
     of_call = tuple(parts.Part(first, first + TILE, planned.linear("linear")) for first in range(0, PARTS * TILE, TILE))
     return exchange.Linear(of_call, w, w, None, 1)

@@ -87,7 +87,7 @@ def _overwriting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
     """As two_groups.py plans it. method: of the products."""
-    plan_book, two_groups, parts_of = core("ops.plan_cache"), core("ulysses.two_groups"), core("ulysses.parts")
+    plan_book, two_groups, parts_of = core("ops.planned"), core("ulysses.two_groups"), core("ulysses.parts")
     shard, both = w.new_empty(TILE, TILE), w.new_empty(2 * TILE, TILE)
     of_all = w.new_empty(rank.ulysses.world_size * 2 * TILE, TILE)
     settings: dict[str, Any] = dict(main_grad="off")

@@ -57,14 +57,14 @@ def a_call(domain: SimulatedDomain, operator: str, method: str) -> Run:
     def run() -> None:
         with domain.operator(TAG, slots=1):
             if operator == "gather":
-                start.start_ag_gemm(domain, plan, TAG, x).matmul(b)
+                start.start_engine(domain, plan, TAG, x).matmul(b)
             elif operator == "scatter":
-                start.start_gemm_rs(domain, plan, TAG, x, b).finish()
+                start.start_engine(domain, plan, TAG, x, b).finish()
             elif operator == "to_heads":
-                start.start_gemm_a2a(domain, plan, TAG, x, b).received()
+                start.start_engine(domain, plan, TAG, x, b).received()
             else:
                 blocks, y = x.unflatten(0, (WORLD, ROWS)), torch.empty(ROWS, ROWS)
-                start.start_a2a_gemm(domain, plan, TAG, blocks).matmul(b, y)
+                start.start_engine(domain, plan, TAG, blocks).matmul(b, y)
 
     return run
 

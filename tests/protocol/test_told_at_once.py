@@ -20,7 +20,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
-from overlap_train.group import span
+from overlap_train.group import domain
 from overlap_train.group.registry import tell_peers
 from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
 from overlap_train.ops.wgrad import WeightGradient
@@ -57,7 +57,7 @@ def _in_backward(step: Step) -> None:
 
 
 def _in_growth(step: Step) -> None:
-    with mock.patch.object(span, "heap_by", _boom):
+    with mock.patch.object(domain, "heap_by", _boom):
         step(rows=800)
 
 

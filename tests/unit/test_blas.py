@@ -70,10 +70,10 @@ def test_what_the_caller_has_told_cublas_holds_again(library: Library, target: i
 
 
 def test_a_refusal_is_an_error(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match="status 7 of cublasSetSmCountTarget"), Blas(GPU).sparing(140):
+    with pytest.raises(RuntimeError, match="status 7"), Blas(GPU).sparing(140):
         pass
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 6)
-    with pytest.raises(RuntimeError, match=r"refused to spare SMs.*status 1 of cublasGet"), Blas(GPU).sparing(8):
+    with pytest.raises(RuntimeError, match=r"refused to spare SMs.*status 1"), Blas(GPU).sparing(8):
         pass
 
 

@@ -57,7 +57,7 @@ def test_who_came_first_learns_it_once_of_the_earliest_call_that_differs() -> No
 
 def _notes(rank: int, world: int) -> tuple[str, str]:
     """Two machines of two ranks. The last rank of the first one calls something else, and then so does that of the second."""
-    host._machine = lambda: f"machine {rank // 2}"  # type: ignore[assignment] # of this process
+    host.machine = lambda: f"machine {rank // 2}"  # type: ignore[assignment] # of this process
     agreement, fault = Agreement(dist.group.WORLD, 20.0), FaultRecord(torch.device("cpu"), rank, 20.0)
     table = collective_calls.share_on_machine(agreement, _NOTED * world * 8)
     calls = NotedCalls(table, rank, world, fault)

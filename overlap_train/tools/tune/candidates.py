@@ -17,7 +17,7 @@ from ...group.domain import OverlapDomain
 from ...group.memory import Request
 from ...linear import column_backward
 from ...ops.plan import Plan, planner_of
-from ...ops.plan_cache import PlannedOp
+from ...ops.planned import PlannedOp
 from ...ops.spec import ALL_GATHER_LINEAR
 from ...ops.wgrad import WeightGradient
 from ...select.choose import Choice, fastest, untuned, with_options
