@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from overlap_train.gpu.ptx_check import compiled
-from overlap_train.tools.measure.cases import weight_of
+from overlap_train.tools.measure.models import MODELS
 
-SHAPES = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b", "llama3-8b-qkv", "llama3-8b-proj")
+SHAPES = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b")
 
 
 class Compiling(stand_in_gpu.Unchecked):
@@ -84,7 +84,7 @@ def main() -> None:
     with compiling(a.world):
         for rows, name, method in product(a.rows, a.shapes, a.methods):
             if method != "low_latency" or rows <= 1024:
-                run(rows, *weight_of(name), method, a.world)
+                run(rows, MODELS[name].ffn_hidden_size, MODELS[name].hidden_size, method, a.world)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -114,10 +114,19 @@ def products(data: Data, whole_x: Any, whole_dz: Any, mm: Callable[..., Any], su
     ]
 
 
+def contests(layers: Sequence[tuple[str, int]], session: Session) -> Iterator[Contest]:
+    """Every layer, one after the other. Collective."""
+    settings = session.settings
+    elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
+    session.domain([elements * settings.dtype.itemsize])
+    for layer, sequence in layers:
+        yield contest_of(layer, sequence, session)
+
+
 @torch.no_grad()
-def contest_of(layer: str, sequence: int, makers: Mapping[str, Maker], session: Session) -> Contest:
+def contest_of(layer: str, sequence: int, session: Session) -> Contest:
     """All methods and baselines of one layer. Collective."""
-    world, methods = session.world, session.settings.methods
+    world, config = session.world, session.settings.config
     data, decoy = (Data.make(layer, sequence, world, session.settings.dtype, seed) for seed in (0, 99))
     wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
     references = products(data, *wholes(data), product_reference, partial(scatter_reference, world=world))
@@ -126,25 +135,17 @@ def contest_of(layer: str, sequence: int, makers: Mapping[str, Maker], session: 
         for part, result, reference in zip(NAMES, outcome, references, strict=True):
             check(f"{name}: {part}", result, reference)
 
-    ways = {name: Way(forward_backward(make), name if name in methods else "") for name, make in makers.items()}
+    ways = {
+        method: Way(forward_backward(partial(overlapped, replace(config, method=method), world.group)), method)
+        for method in session.settings.methods
+    }
+    ways["megatron"] = Way(forward_backward(partial(megatron, world)))
+    ways["async_tp"] = Way(forward_backward(partial(async_tp, world)))
     ways["gemms"] = Way(lambda data: products(data, *wholes(data), torch.mm, torch.mm))  # without communication
     head = {"layer": layer, "world": world.size, "seq": sequence}
     flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
-    te, inputs = partial(te_ways, layer, sequence, session), Inputs([data], decoy, check_all)
-    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways, COLUMNS, te, graph=True)
-
-
-def contests(layers: Sequence[tuple[str, int]], session: Session) -> Iterator[Contest]:
-    """Every layer, one after the other. Collective."""
-    world, settings = session.world, session.settings
-    makers: dict[str, Maker] = {
-        method: partial(overlapped, replace(settings.config, method=method), world.group) for method in settings.methods
-    }
-    makers |= {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world)}
-    elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
-    session.domain([elements * settings.dtype.itemsize])
-    for layer, sequence in layers:
-        yield contest_of(layer, sequence, makers, session)
+    te = partial(te_ways, layer, sequence, session)
+    return Contest(f"{layer} s={sequence}", head, flops, Inputs([data], decoy, check_all), ways, COLUMNS, te)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""TransformerEngine as a baseline, where it is importable. What goes wrong in it is a note, and it has a time limit.
+"""TransformerEngine's linears as a baseline of layers, where it is importable. What goes wrong in it is a note, and it has a time
+limit.
 
-    te          of layers: its linears, NCCL, nothing overlapped; of Ulysses blocks: its attention with its own exchanges
+    te          NCCL, nothing overlapped
     te_default  userbuffers as they come: gathers by ring exchange, the forward scatter in a pipeline, the backward's in bulk
     te_ring     userbuffers with every scatter by ring exchange, too
-    te_alone    its attention of this rank's heads and all rows, without exchanges
 
 A process has one set of userbuffers, of one shape [s, hidden], with a communicator for each product of a transformer. So one set
 has both configurations: linears called fc1 and fc2 run by default, qkv and proj by ring exchange.
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...ulysses.layout import AttentionHeads
 from ..measure.runs import Session
 from ..measure.world import World
 
@@ -33,7 +32,6 @@ LIMIT_S = 240.0  # beside what timing takes: it compiles its own code at its fir
 Flags = dict[str, Any]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 USERBUFFERS = ("te_default", "te_ring")
-NAMES = ("te", *USERBUFFERS, "te_alone")
 _ROW: Flags = {"ub_overlap_ag": True, "ub_overlap_rs": True}
 # What the column and the row linear are told
 _FLAGS: dict[str, tuple[Flags, Flags]] = {
@@ -120,13 +118,3 @@ def linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear
     row = te.Linear(k2 * world.size, n2, parallel_mode="row", **common, **of_row)
     column.weight, row.weight = data.w1, data.w2
     return column, row
-
-
-def attention(te: Any, heads: AttentionHeads, world: World | None = None) -> Any:
-    """Causal attention of q, k, v [s, b, heads, dim]; with `world` it exchanges what each rank has of the sequence, a zigzag."""
-    told: Flags = dict(attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal")
-    made = te.DotProductAttention(heads.query, heads.dim, num_gqa_groups=heads.kv, **told)
-    if world is not None:
-        stream = torch.cuda.Stream() if world.device.type == "cuda" else None  # where it reorders what has arrived
-        made.set_context_parallel_group(world.group, dist.get_process_group_ranks(world.group), stream, "a2a")
-    return made

@@ -7,32 +7,31 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import torch
-
-from ...group.registry import forget_graphs, graphed
 from ..measure.results import Results, Row, markdown, plain, screen
-from ..measure.runs import Check, Inputs, Run, Session, problem_of
+from ..measure.runs import Inputs, Run, Session, problem_of
 from ..measure.timing import Call
 from ..measure.world import World
 from . import transformer_engine
 
-AUTO, GRAPH = "auto", "auto_graph"
-TIMED_ONLY = ("gemm", "comm", "gemms", "alone")  # baselines that give no result
+TIMED_ONLY = ("gemm", "comm", "gemms")  # baselines that give no result
 NEEDED = {*TIMED_ONLY, "sequence"}  # there is no row without those of its case
-RIVALS = ("megatron", "async_tp", *transformer_engine.NAMES)  # other programs: what goes wrong in them is only a note
+RIVALS = (
+    "megatron",
+    "async_tp",
+    "te",
+    *transformer_engine.USERBUFFERS,
+)  # other programs: what goes wrong in them is only a note
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to do the work. method: of ours, as its row names it; told: what its row adds. check: if not that of the inputs."""
+    """One way to do the work. method: of ours, as its row names it; told: what its row adds."""
 
     run: Run
     method: str = ""
     told: Row = field(default_factory=dict)
-    check: Check | None = None
 
 
 Ways = dict[str, Way]
@@ -43,7 +42,7 @@ class Contest:
     """One case with all that do its work.
 
     title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row. te: what makes
-    TransformerEngine's ways, if it has the work. graph: with `auto` captured.
+    TransformerEngine's ways, if it has the work.
     """
 
     title: str
@@ -53,39 +52,28 @@ class Contest:
     ways: Ways
     columns: tuple[str, ...]
     te: Callable[[Any], AbstractContextManager[Ways]] | None = None
-    graph: bool = False
 
 
 def run(contest: Contest, session: Session) -> None:
     """Check and time all; the rows are saved. TransformerEngine, which may hang, takes part in a second run. Collective."""
-    ways = dict(contest.ways)
-    calls = correct(contest, ways, session)
-    if not calls.keys() >= NEEDED & ways.keys():
+    calls = correct(contest, contest.ways, session)
+    if not calls.keys() >= NEEDED & contest.ways.keys():
         return
-    if contest.graph and AUTO in calls and session.world.device.type == "cuda":
-        replay, problem = session.world.result_of(partial(captured, calls[AUTO], session.world))
-        if replay is None or problem is not None:  # replays where it worked would wait for the other ranks
-            note(f"{contest.title}: {GRAPH}: {problem}", session, failure=True)
-        else:
-            ways[GRAPH] = Way(replay, GRAPH)
-            calls |= correct(contest, {GRAPH: ways[GRAPH]}, session)
     began = time.monotonic()
-    rows = take_turns(contest, ways, calls, session)
+    rows = take_turns(contest, calls, session)
     session.results.add(rows)
     took = time.monotonic() - began
     if rows and contest.te and (te := transformer_engine.load(session)):
         with transformer_engine.limited(took), contest.te(te) as others:
             calls |= correct(contest, others, session)
-            session.results.revise(take_turns(contest, ways, calls, session))
-    if contest.graph:
-        forget_graphs(session.world.group)
+            session.results.revise(take_turns(contest, calls, session))
 
 
 def correct(contest: Contest, ways: Ways, session: Session) -> dict[str, Call]:
     """The calls of those that give the right result on every rank; notes about the others. Collective."""
     found = {}
     for name, way in ways.items():
-        check = None if name in TIMED_ONLY else way.check or contest.inputs.check
+        check = None if name in TIMED_ONLY else contest.inputs.check
         problem = problem_of(name, way.run, contest.inputs, session.world, check)
         if problem is None:
             found[name] = contest.inputs.call(way.run)
@@ -101,7 +89,7 @@ def note(text: str, session: Session, failure: bool) -> None:
         session.world.say(session.results.notes[-1])
 
 
-def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session: Session) -> list[Row]:
+def take_turns(contest: Contest, calls: Mapping[str, Call], session: Session) -> list[Row]:
     """Time all calls; a row for each method of ours."""
     timings = session.time(calls, contest.flops)
     ms: dict[str, float | None] = {name: timing.ms for name, timing in timings.items()}
@@ -110,7 +98,7 @@ def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session:
     baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
     if "comm" in timings:
         baselines["bound"] = timings["sequence"].ms / max(timings["gemm"].ms, timings["comm"].ms)
-    ours = {name: way for name, way in ways.items() if way.method and name in timings}
+    ours = {name: way for name, way in contest.ways.items() if way.method and name in timings}
     session.world.say(f"{contest.title}: " + ", ".join(f"{name} {timings[name].ms:.3f} ms" for name in ours))
     return [
         contest.head
@@ -121,31 +109,14 @@ def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session:
     ]
 
 
-def captured(call: Call, world: World) -> Run:
-    """A call that has run before as a CUDA graph, so that the host does not count; its replays return what it returned."""
-    call(0)
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog asks for events in a thread of its own, which a capture need not forbid.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graphed(world.group):
-        outcome = call(0)
-
-    def replay(inputs: object) -> object:
-        graph.replay()
-        return outcome
-
-    return replay
-
-
 HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
 RATIOS = {  # heading: what is divided by what
     "speed-up": ("sequence_ms", "ms"),
     "speed-up/bound": ("sequence_ms", "bound_ms"),
     "vs Megatron-Core": ("megatron_ms", "ms"),
     "vs async-TP": ("async_tp_ms", "ms"),
-    "vs TE": ("te_ms", "ms"),
     "vs TE userbuffers": ("te_userbuffers_ms", "ms"),
     "over GEMMs": ("ms", "gemms_ms"),
-    "over no exchange": ("ms", "alone_ms"),
 }
 
 

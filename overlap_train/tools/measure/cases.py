@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,6 @@ OPERATORS = {
 OPS, EXCHANGES = ("ag_gemm", "gemm_rs"), ("gemm_a2a", "a2a_gemm")
 PASSES = ("fprop", "dgrad")
 PUBLISHED = tuple(name for name in MODELS if name != TINY)
-WEIGHTS = tuple(name + part for part in ("", "-qkv", "-proj") for name in PUBLISHED)
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,9 @@ def check_divisible(what: str, size: int, world: int) -> None:
 
 
 def cases_of(
-    model: str, op: str, weight: tuple[int, int], m: int, world: int, what: str,
-    passes: Iterable[str] = PASSES, rows: str = "--seq",
-) -> list[Case]:  # fmt: skip
-    """Passes of a linear by its whole weight [N, K]. what, rows: the arguments that name the weight and M, for messages.
+    model: str, op: str, weight: tuple[int, int], m: int, world: int, what: str, rows: str = "--seq"
+) -> list[Case]:
+    """Both passes of a linear by its whole weight [N, K]. what, rows: the arguments that name the weight and M, for messages.
 
     Raises:
         ValueError: a size cannot be shared by the ranks.
@@ -86,15 +83,7 @@ def cases_of(
     n, k = weight
     check_divisible(rows, m, world)
     check_divisible(f"{what}: features", n if op in ("ag_gemm", "gemm_a2a") else k, world)
-    return [Case(model, op, pass_, m, n, k) for pass_ in passes]
-
-
-def weight_of(name: str) -> tuple[int, int]:
-    """(features inside, features outside) of `llama3-8b`: one product of its MLP; `-qkv`, `-proj`: its attention's linears."""
-    model = MODELS[name.removesuffix("-qkv").removesuffix("-proj")]
-    if name.endswith("-qkv"):
-        return model.linears["qkv"]
-    return model.linears["proj"][1] if name.endswith("-proj") else model.ffn_hidden_size, model.hidden_size
+    return [Case(model, op, pass_, m, n, k) for pass_ in PASSES]
 
 
 # Layer by name: the weights [N, K] of a column- and of a row-parallel linear, global sizes. What a model computes between the two

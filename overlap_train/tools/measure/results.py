@@ -100,16 +100,16 @@ def cell(value: Any) -> str:
     return (f"{value:.3f}" if value < 10 else f"{value:.2f}") if isinstance(value, float) else str(value)
 
 
-def markdown(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
-    """The table, the lines of the summary, then the notes as a list."""
+def markdown(rows: list[Row], notes: Sequence[str], columns: Columns) -> str:
+    """The table, then the notes as a list."""
     heading, *body = _cells(rows, columns)
     text = "\n".join("| " + " | ".join(line) + " |" for line in (heading, ["---"] * len(heading), *body))
-    return "\n\n".join([text, *summary, *(f"- {note}" for note in notes)]) + "\n"
+    return "\n\n".join([text, *(f"- {note}" for note in notes)]) + "\n"
 
 
-def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
-    """Aligned columns, the summary, then the notes."""
-    return "\n".join([*aligned(_cells(rows, columns)), *summary, *notes])
+def screen(rows: list[Row], notes: Sequence[str], columns: Columns) -> str:
+    """Aligned columns, then the notes."""
+    return "\n".join([*aligned(_cells(rows, columns)), *notes])
 
 
 def _cells(rows: list[Row], columns: Columns) -> list[list[str]]:

@@ -15,7 +15,7 @@ W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,13 +46,12 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 @dataclass(frozen=True)
 class Settings:
     """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds; rounds: how many, if not as usual."""
+    rounds."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
-    rounds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,10 @@ class Session:
     world: World
     results: Results
 
-    def domain(self, received: Sequence[int], group: Any = None, **changed: Any) -> OverlapDomain:
+    def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
-        once. group: another one of the same ranks, with other settings of OverlapConfig. Collective."""
-        domain = domain_of(group or self.world.group, replace(self.settings.config, **changed), self.world.device)
+        once. Collective."""
+        domain = domain_of(self.world.group, self.settings.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
         largest, flagged = max(received), max(words, default=0)
         request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
@@ -75,8 +74,7 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        turns = pace(flops, self.settings.quick, self.settings.rounds)
-        return measure(calls, turns, self.world.group, self.world.device)
+        return measure(calls, pace(flops, self.settings.quick), self.world.group, self.world.device)
 
 
 @dataclass(frozen=True)
@@ -144,10 +142,7 @@ def inputs_of(case: Case, session: Session) -> Inputs:
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
         reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
 
-    def check_columns(name: str, found: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        check(name, found if isinstance(found, torch.Tensor) else torch.cat(found, dim=1), reference)
-
-    return Inputs(sets, decoy, check_columns)
+    return Inputs(sets, decoy, partial(check, reference=reference))
 
 
 def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None) -> str | None:
@@ -175,14 +170,11 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     return planner.plan(choice, planned, domain.device, weight)
 
 
-def tag_of(case: Case, choice: Choice) -> Tag:
-    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.how}")
-
-
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
     """Our pass, as autograd runs it (linear.py), with nothing after it."""
     by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
-    plan, tag, kind, ranks = plan_of(case, domain, by, like), tag_of(case, by), case.kind, domain.world_size
+    plan, kind, ranks = plan_of(case, domain, by, like), case.kind, domain.world_size
+    tag = Tag(f"{case.op}/{case.pass_}", f"{case.name} by {by.how}")
 
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
