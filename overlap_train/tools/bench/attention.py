@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,13 @@ from ...ulysses.attention_layout import Rotary
 from ...ulysses.layout import AttentionHeads, SequenceShards
 from ...ulysses.linears import attention_output_linear, qkv_all_to_all
 from ..measure.models import MODELS, Model
-from ..measure.runs import Check, Inputs, Run, Session
+from ..measure.runs import Inputs, Run, Session
 from ..measure.world import World
-from .layers import Outcome, gradients
+from .layers import Outcome, check_parts, gradients
 from .turns import Contest, Way
 
 NAMES = ("y", "dx", "dw_qkv", "dw_proj")
+ROUNDINGS = 16  # more than of one product: each result is one of several steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,8 @@ def contests(models: Sequence[str], tokens: Sequence[int], session: Session) -> 
             data, decoy = (Data.make(MODELS[name], number, world, session.settings.dtype, seed) for seed in (0, 99))
             head = {"layer": f"{name}-ulysses", "world": world.size, "seq": number}
             flops = 6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj))
-            inputs = Inputs([data], decoy, check_against(without_ranks(world, data)))
+            check = partial(check_parts, NAMES, without_ranks(world, data), roundings=ROUNDINGS)
+            inputs = Inputs([data], decoy, check)
             yield Contest(f"{name} attention, {number} tokens", head, flops, inputs, ways, ("sequence",))
 
 
@@ -100,28 +103,6 @@ def without_ranks(world: World, data: Data) -> Outcome:
     y[own] = F.linear(core[own], data.w_proj)
     whole_y, *grads = gradients([y], data.leaves, [dy])
     return (whole_y[own].clone(), *grads)
-
-
-def check_against(expected: Outcome) -> Check:
-    """Whether results are these, which round at other places: no row of two CPU ranks in bf16 differs by 0.01."""
-    tolerance = 8 * torch.finfo(expected[0].dtype).eps
-
-    def check(name: str, outcome: Outcome) -> None:
-        for part, mine, theirs in zip(NAMES, outcome, expected, strict=True):
-            error = worst_row(mine, theirs)
-            if not error <= tolerance:
-                raise RuntimeError(
-                    f"{part} differs from torch's block by {error:.3g} of the norm of a row; rounding explains {tolerance:.3g}"
-                )
-
-    return check
-
-
-def worst_row(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference in a row, over the norm that theirs has there, or has in an average row where that is more. Over the
-    norm of the whole, a missing tile would hardly count."""
-    error, norm = (torch.linalg.vector_norm(x.flatten(0, -2).float(), dim=1) for x in (mine - theirs, theirs))
-    return float((error / norm.clamp_min(norm.square().mean().sqrt())).max())
 
 
 def core_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

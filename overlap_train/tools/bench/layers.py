@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ..measure.cases import LAYERS, check_divisible
-from ..measure.check import check, product_reference, scatter_reference
+from ..measure.check import ROUNDINGS, check
 from ..measure.runs import Inputs, Run, Session
 from ..measure.world import World
 from . import transformer_engine
@@ -90,6 +90,12 @@ def gradients(outputs: Tensors, leaves: Tensors, given: Tensors) -> Outcome:
         return (*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, given))
 
 
+def check_parts(names: Sequence[str], expected: Tensors, name: str, found: Tensors, roundings: int = ROUNDINGS) -> None:
+    """Check outputs and gradients one after the other."""
+    for part, ours, theirs in zip(names, found, expected, strict=True):
+        check(f"{name}: {part}", ours, theirs, roundings)
+
+
 def forward_backward(make: Maker) -> Run:
     """What is timed. make: linears are made once for each set of weights."""
     made = cache(make)
@@ -120,21 +126,18 @@ def contests(layers: Sequence[tuple[str, int]], session: Session) -> Iterator[Co
     elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
     session.domain([elements * settings.dtype.itemsize])
     for layer, sequence in layers:
-        yield contest_of(layer, sequence, session)
+        with te_ways(layer, sequence, session) as others:
+            yield contest_of(layer, sequence, others, session)
 
 
 @torch.no_grad()
-def contest_of(layer: str, sequence: int, session: Session) -> Contest:
-    """All methods and baselines of one layer. Collective."""
+def contest_of(layer: str, sequence: int, others: Ways, session: Session) -> Contest:
+    """All methods and baselines of one layer. others: TransformerEngine's. Collective."""
     world, config = session.world, session.settings.config
     data, decoy = (Data.make(layer, sequence, world, session.settings.dtype, seed) for seed in (0, 99))
     wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
-    references = products(data, *wholes(data), product_reference, partial(scatter_reference, world=world))
-
-    def check_all(name: str, outcome: Outcome) -> None:
-        for part, result, reference in zip(NAMES, outcome, references, strict=True):
-            check(f"{name}: {part}", result, reference)
-
+    expected = products(data, *wholes(data), torch.mm, lambda a, b: world.scatter(torch.mm(a, b).float()))
+    inputs = Inputs([data], decoy, partial(check_parts, NAMES, expected))
     ways = {
         method: Way(forward_backward(partial(overlapped, replace(config, method=method), world.group)), method)
         for method in session.settings.methods
@@ -144,13 +147,15 @@ def contest_of(layer: str, sequence: int, session: Session) -> Contest:
     ways["gemms"] = Way(lambda data: products(data, *wholes(data), torch.mm, torch.mm))  # without communication
     head = {"layer": layer, "world": world.size, "seq": sequence}
     flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
-    te = partial(te_ways, layer, sequence, session)
-    return Contest(f"{layer} s={sequence}", head, flops, Inputs([data], decoy, check_all), ways, COLUMNS, te)
+    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways | others, COLUMNS)
 
 
 @contextmanager
-def te_ways(layer: str, sequence: int, session: Session, te: Any) -> Iterator[Ways]:
-    """TransformerEngine's linears, with userbuffers where these can be made for the layer. Collective."""
+def te_ways(layer: str, sequence: int, session: Session) -> Iterator[Ways]:
+    """TransformerEngine's linears where it is importable, with userbuffers where these can be made for the layer. Collective."""
+    if (te := transformer_engine.load(session)) is None:
+        yield {}
+        return
     world, ((_, k1), (n2, _)) = session.world, LAYERS[layer]
     with transformer_engine.userbuffers(te, sequence, (k1, n2), world, session.settings.dtype) as problem:
         if problem is not None:

@@ -28,7 +28,9 @@ import torch.distributed as dist
 from ..measure.runs import Session
 from ..measure.world import World
 
-LIMIT_S = 240.0  # beside what timing takes: it compiles its own code at its first call, which takes up to a minute
+LIMIT_S = (
+    300.0  # of a layer, with all others that are timed: it compiles its own code at its first call, in up to a minute
+)
 Flags = dict[str, Any]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 USERBUFFERS = ("te_default", "te_ring")
@@ -67,27 +69,18 @@ def _module() -> Any:
 
 
 @contextmanager
-def limited(without_s: float) -> Iterator[None]:
-    """End this process where the work within takes too long, as userbuffers wait in C++; torchrun then ends the other ranks.
-    without_s: what the same timing took without it."""
-    faulthandler.dump_traceback_later(LIMIT_S + 3 * without_s, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
 def userbuffers(
     te: Any, sequence: int, features: tuple[int, int], world: World, dtype: torch.dtype
 ) -> Iterator[str | None]:
     """Buffers for one layer, given back at the end; yields what went wrong, or None. GPUs are idle when buffers go, as peers map
-    them. Collective."""
+    them. What takes too long within ends this process, as userbuffers wait in C++; torchrun then ends the others. Collective."""
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
     yield world.attempt(partial(_initialise, te, sequence, features, world.size, dtype))
     gc.collect()  # whoever outlives the others would close the communicator of the next layer
     _idle(world)
     te.destroy_ub()
     _idle(world)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _initialise(te: Any, sequence: int, features: tuple[int, int], ranks: int, dtype: torch.dtype) -> None:

@@ -3,26 +3,16 @@ ours has a row."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..measure.results import Results, Row, markdown, plain, screen
 from ..measure.runs import Inputs, Run, Session, problem_of
-from ..measure.timing import Call
 from ..measure.world import World
-from . import transformer_engine
+from .transformer_engine import USERBUFFERS
 
 TIMED_ONLY = ("gemm", "comm", "gemms")  # baselines that give no result
 NEEDED = {*TIMED_ONLY, "sequence"}  # there is no row without those of its case
-RIVALS = (
-    "megatron",
-    "async_tp",
-    "te",
-    *transformer_engine.USERBUFFERS,
-)  # other programs: what goes wrong in them is only a note
+RIVALS = ("megatron", "async_tp", "te", *USERBUFFERS)  # other programs: what goes wrong in them is only a note
 
 
 @dataclass(frozen=True)
@@ -41,8 +31,7 @@ Ways = dict[str, Way]
 class Contest:
     """One case with all that do its work.
 
-    title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row. te: what makes
-    TransformerEngine's ways, if it has the work.
+    title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row.
     """
 
     title: str
@@ -51,35 +40,38 @@ class Contest:
     inputs: Inputs
     ways: Ways
     columns: tuple[str, ...]
-    te: Callable[[Any], AbstractContextManager[Ways]] | None = None
 
 
 def run(contest: Contest, session: Session) -> None:
-    """Check and time all; the rows are saved. TransformerEngine, which may hang, takes part in a second run. Collective."""
-    calls = correct(contest, contest.ways, session)
-    if not calls.keys() >= NEEDED & contest.ways.keys():
-        return
-    began = time.monotonic()
-    rows = take_turns(contest, calls, session)
-    session.results.add(rows)
-    took = time.monotonic() - began
-    if rows and contest.te and (te := transformer_engine.load(session)):
-        with transformer_engine.limited(took), contest.te(te) as others:
-            calls |= correct(contest, others, session)
-            session.results.revise(take_turns(contest, calls, session))
-
-
-def correct(contest: Contest, ways: Ways, session: Session) -> dict[str, Call]:
-    """The calls of those that give the right result on every rank; notes about the others. Collective."""
-    found = {}
-    for name, way in ways.items():
+    """Check all, time those that give the right result on every rank, and save a row for each method of ours. Collective."""
+    calls = {}
+    for name, way in contest.ways.items():
         check = None if name in TIMED_ONLY else contest.inputs.check
         problem = problem_of(name, way.run, contest.inputs, session.world, check)
         if problem is None:
-            found[name] = contest.inputs.call(way.run)
+            calls[name] = contest.inputs.call(way.run)
         else:
             note(f"{contest.title}: {name}: {problem}", session, failure=name not in RIVALS)
-    return found
+    if not calls.keys() >= NEEDED & contest.ways.keys():
+        return
+    timings = session.time(calls, contest.flops)
+    ms = {name: timing.ms for name, timing in timings.items()}
+    if userbuffers := [ms[name] for name in USERBUFFERS if name in ms]:
+        ms["te_userbuffers"] = min(userbuffers)
+    baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
+    if "comm" in ms:
+        baselines["bound"] = ms["sequence"] / max(ms["gemm"], ms["comm"])
+    ours = {name: way for name, way in contest.ways.items() if way.method and name in timings}
+    session.world.say(f"{contest.title}: " + ", ".join(f"{name} {ms[name]:.3f} ms" for name in ours))
+    session.results.add(
+        [
+            contest.head
+            | {"method": way.method, "ms": ms[name], "host_us": timings[name].host_us}
+            | baselines
+            | way.told
+            for name, way in ours.items()
+        ]
+    )
 
 
 def note(text: str, session: Session, failure: bool) -> None:
@@ -89,30 +81,9 @@ def note(text: str, session: Session, failure: bool) -> None:
         session.world.say(session.results.notes[-1])
 
 
-def take_turns(contest: Contest, calls: Mapping[str, Call], session: Session) -> list[Row]:
-    """Time all calls; a row for each method of ours."""
-    timings = session.time(calls, contest.flops)
-    ms: dict[str, float | None] = {name: timing.ms for name, timing in timings.items()}
-    userbuffers = [timings[name].ms for name in transformer_engine.USERBUFFERS if name in timings]
-    ms["te_userbuffers"] = min(userbuffers, default=None)
-    baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
-    if "comm" in timings:
-        baselines["bound"] = timings["sequence"].ms / max(timings["gemm"].ms, timings["comm"].ms)
-    ours = {name: way for name, way in contest.ways.items() if way.method and name in timings}
-    session.world.say(f"{contest.title}: " + ", ".join(f"{name} {timings[name].ms:.3f} ms" for name in ours))
-    return [
-        contest.head
-        | {"method": way.method, "ms": timings[name].ms, "host_us": timings[name].host_us}
-        | baselines
-        | way.told
-        for name, way in ours.items()
-    ]
-
-
 HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
 RATIOS = {  # heading: what is divided by what
     "speed-up": ("sequence_ms", "ms"),
-    "speed-up/bound": ("sequence_ms", "bound_ms"),
     "vs Megatron-Core": ("megatron_ms", "ms"),
     "vs async-TP": ("async_tp_ms", "ms"),
     "vs TE userbuffers": ("te_userbuffers_ms", "ms"),
@@ -122,9 +93,8 @@ RATIOS = {  # heading: what is divided by what
 
 def shown(row: Row) -> Row:
     """What the table says of a row: what it holds, by its key without `_ms`, and ratios."""
-    known = row | ({"bound_ms": row["bound"] * row["ms"]} if "bound" in row else {})
-    pairs = {heading: (known.get(above), known.get(below)) for heading, (above, below) in RATIOS.items()}
     held = {key.removesuffix("_ms"): value for key, value in row.items() if key not in HIDDEN}
+    pairs = {heading: (row.get(above), row.get(below)) for heading, (above, below) in RATIOS.items()}
     return held | {heading: above / below for heading, (above, below) in pairs.items() if above and below}
 
 

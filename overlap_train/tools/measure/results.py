@@ -39,11 +39,6 @@ class Results:
         if self.path is not None:
             write_json(self.path, self.rows, self.hardware)
 
-    def revise(self, rows: list[Row]) -> None:
-        """Replace the rows that were added last by as many that were measured again."""
-        self.rows = self.rows[: len(self.rows) - len(rows)]
-        self.add(rows)
-
     def note(self, text: str, failure: bool) -> None:
         """Add a note. failure: one of our own methods, or what all are compared with, went wrong."""
         self.notes.append(f"FAILED {text}" if failure else text)

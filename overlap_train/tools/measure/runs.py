@@ -34,7 +34,7 @@ from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, flagged_bytes
 from .cases import Case
-from .check import check, product_reference, scatter_reference
+from .check import check
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
@@ -137,12 +137,11 @@ def inputs_of(case: Case, session: Session) -> Inputs:
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
     if case.kind.reduces:
-        reference = scatter_reference(first.left, first.right, session.world)
+        expected = session.world.scatter((first.left @ first.right).float())
     else:  # the unsharded product, or this rank's columns of it
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
-        reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
-
-    return Inputs(sets, decoy, partial(check, reference=reference))
+        expected = first.whole @ first.right.chunk(ranks, dim=1)[rank]
+    return Inputs(sets, decoy, partial(check, expected=expected))
 
 
 def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None) -> str | None:
