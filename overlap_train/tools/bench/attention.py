@@ -22,7 +22,7 @@ from ..measure.models import MODELS, Model
 from ..measure.runs import Inputs, Run, Session
 from ..measure.world import World
 from .layers import Outcome, check_parts, gradients
-from .turns import Contest, Way
+from .turns import Contest
 
 NAMES = ("y", "dx", "dw_qkv", "dw_proj")
 ROUNDINGS = 16  # more than of one product: each result is one of several steps
@@ -67,21 +67,21 @@ class Data:
 def contests(models: Sequence[str], tokens: Sequence[int], session: Session) -> Iterator[Contest]:
     """Every block of these models, one after the other. Collective."""
     world = session.world
-    ways = {name: Way(ours(name, session), name) for name in session.settings.methods}
-    ways["sequence"] = Way(ours("collective", session))
+    methods = {method: ours(method, session) for method in session.methods}
+    baselines = {"sequence": ours("collective", session)}
     for name in models:
         for number in tokens:
-            data, decoy = (Data.make(MODELS[name], number, world, session.settings.dtype, seed) for seed in (0, 99))
+            data, decoy = (Data.make(MODELS[name], number, world, session.dtype, seed) for seed in (0, 99))
             head = {"layer": f"{name}-ulysses", "world": world.size, "seq": number}
             flops = 6 * data.x.numel() * (len(data.w_qkv) + len(data.w_proj))
             check = partial(check_parts, NAMES, without_ranks(world, data), roundings=ROUNDINGS)
             inputs = Inputs([data], decoy, check)
-            yield Contest(f"{name} attention, {number} tokens", head, flops, inputs, ways, ("sequence",))
+            yield Contest(f"{name} attention, {number} tokens", head, flops, inputs, methods, baselines, ("sequence",))
 
 
 def ours(method: str, session: Session) -> Run:
     """Forward and backward of a block by our operators."""
-    config, shards = replace(session.settings.config, method=method), SequenceShards(session.world.group)
+    config, shards = replace(session.config, method=method), SequenceShards(session.world.group)
 
     def block(data: Data) -> torch.Tensor:
         q, k, v = qkv_all_to_all(data.x, data.w_qkv, shards=shards, heads=data.heads, rotary=data.rotary, config=config)

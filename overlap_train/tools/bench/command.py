@@ -20,7 +20,7 @@ from ..measure import world
 from ..measure.cases import LAYERS, PUBLISHED
 from ..measure.models import TINY
 from ..measure.results import Results, hardware
-from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
+from ..measure.runs import Session, nodes_of
 from ..pictures import plots
 from . import attention, layers, operators, timeline, turns
 from .operators import TABLE_6
@@ -29,10 +29,8 @@ SLOW = "bench: no GPU here. On CPU processes sizes like these take a minute or m
 METHODS_HELP = (
     f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective"
 )
-LAYERS_HELP = (
-    "MODEL-mlp or MODEL-attn; default: both of llama3-8b (the MLP also with 4096) and llama3-70b, and qwen3-32b-mlp"
-)
 TABLES_1_2 = ("llama-7b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2-72b")  # of the Ditron paper
+MOST_ASKED = ("llama3-8b-mlp", "llama3-70b-mlp", "llama3-8b-attn", "llama3-70b-attn", "qwen3-32b-mlp")
 Contests = Iterator[turns.Contest]
 
 
@@ -69,13 +67,13 @@ class Operators(Bench):
 class Layers(Bench):
     """forward and backward of one column and one row linear"""
 
-    layers: tuple[str, ...] = option((), LAYERS_HELP, choices=tuple(LAYERS), metavar="LAYER,...")
-    seq: tuple[int, ...] = option((), "sequence lengths; default 8192", parse=positive_int, metavar="S", spaced=True)
+    layers: tuple[str, ...] = option(MOST_ASKED, "MODEL-mlp or MODEL-attn", choices=tuple(LAYERS), metavar="LAYER,...")
+    seq: tuple[int, ...] = option((8192,), "sequence lengths", parse=positive_int, metavar="S", spaced=True)
     files = ("layers",)
 
     def contests(self, file: str, session: Session) -> Contests:
         names, lengths = ((f"{TINY}-mlp",), (16,)) if self.tiny else (self.layers, self.seq)
-        return layers.contests(layers.layer_cases(names, lengths, session.world.size), session)
+        return layers.contests(names, lengths, session)
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,6 @@ class Hierarchical(Bench):
     network: str = option("auto", "what carries data between nodes of GPUs", choices=NETWORKS)
 
     def contests(self, file: str, session: Session) -> Contests:
-        refuse_methods_of_one_node(self.methods, nodes_of(session))
         return operators.contests(operators.hierarchical_cases(session, self.node_ranks, self.tiny), session)
 
 
@@ -173,27 +170,26 @@ def measure(name: str, bench: Bench) -> bool:
     if here.device.type == "cpu" and not bench.tiny:
         here.say(SLOW)
     world.heat(here.device)
-    settings = settings_of(bench, here.device)
-    failed = [measure_file(bench, file, settings, here) for file in bench.files]
+    failed = [measure_file(bench, file, here) for file in bench.files]
     return any(failed)
 
 
-def settings_of(bench: Bench, device: torch.device) -> Settings:
-    """Raises ValueError for a method that cannot run on the device."""
+def measure_file(bench: Bench, file: str, here: world.World) -> bool:
+    """Measure, write and print one of the files; returns whether one of our methods failed or was wrong.
+
+    Raises:
+        ValueError: a method cannot run on these ranks.
+    """
+    began, path = time.monotonic(), Path(bench.out, f"{file}.json") if bench.out and here.rank == 0 else None
     fits = [method for method in ("fused", "direct") if not bench.node_ranks or Method(method).crosses]
-    methods = bench.methods or (*(fits if device.type == "cuda" else ()), "chunked", "collective")
-    refuse_kernels_on_cpus(bench.methods, device)
+    methods = bench.methods or (*(fits if here.device.type == "cuda" else ()), "chunked", "collective")
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
     config = OverlapConfig(
         symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=bench.node_ranks, network=bench.network
     )
-    return Settings(methods, torch.float32 if bench.tiny else torch.bfloat16, bench.quick, config)
-
-
-def measure_file(bench: Bench, file: str, settings: Settings, here: world.World) -> bool:
-    """Measure, write and print one of the files; returns whether one of our methods failed or was wrong."""
-    began, path = time.monotonic(), Path(bench.out, f"{file}.json") if bench.out and here.rank == 0 else None
-    session = Session(settings, here, Results(path, hardware(here.device, here.size)))
+    dtype, results = torch.float32 if bench.tiny else torch.bfloat16, Results(path, hardware(here.device, here.size))
+    session = Session(methods, dtype, bench.quick, config, here, results)
+    nodes_of(session, bench.methods)
     session.results.add([])  # a folder that cannot be written is said before minutes of measuring
     with torch.set_grad_enabled(file == "layers"):  # operators are single passes, of which autograd knows nothing
         for contest in bench.contests(file, session):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ..measure.runs import Inputs, Run, Session
 from ..measure.world import World
 from . import transformer_engine
 from .async_tp import AsyncColumn, AsyncRow
-from .turns import Contest, Way, Ways
+from .turns import Contest
 
 Tensors = Sequence[torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
@@ -38,29 +39,6 @@ Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of
 NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
 COLUMNS = ("megatron", "async_tp", "te", "gemms", "te_userbuffers")
 MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
-
-# (layer, sequence): the rows of the table of goals first
-DEFAULT_LAYERS = (
-    ("llama3-8b-mlp", 8192), ("llama3-70b-mlp", 8192), ("llama3-8b-mlp", 4096),
-    ("llama3-8b-attn", 8192), ("llama3-70b-attn", 8192), ("qwen3-32b-mlp", 8192),
-)  # fmt: skip
-
-
-def layer_cases(names: Sequence[str], sequences: Sequence[int], world: int) -> list[tuple[str, int]]:
-    """(layer, sequence) pairs; neither given: the defaults, only sequences given: every default layer with each.
-
-    Raises:
-        ValueError: a size cannot be sharded over the ranks.
-    """
-    pairs = list(DEFAULT_LAYERS)
-    if names or sequences:
-        names = names or list(dict.fromkeys(name for name, _ in DEFAULT_LAYERS))
-        pairs = [(name, sequence) for name in names for sequence in sequences or [8192]]
-    for name, sequence in pairs:
-        (n1, _), (_, k2) = LAYERS[name]
-        for what, size in (("--seq", sequence), (f"{name}: features", n1), (f"{name}: features", k2)):
-            check_divisible(what, size, world)
-    return pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,48 +98,53 @@ def products(data: Data, whole_x: Any, whole_dz: Any, mm: Callable[..., Any], su
     ]
 
 
-def contests(layers: Sequence[tuple[str, int]], session: Session) -> Iterator[Contest]:
-    """Every layer, one after the other. Collective."""
-    settings = session.settings
-    elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
-    session.domain([elements * settings.dtype.itemsize])
-    for layer, sequence in layers:
-        with te_ways(layer, sequence, session) as others:
-            yield contest_of(layer, sequence, others, session)
+def contests(layers: Sequence[str], sequences: Sequence[int], session: Session) -> Iterator[Contest]:
+    """Every layer with every length, one after the other. Collective.
 
-
-@torch.no_grad()
-def contest_of(layer: str, sequence: int, others: Ways, session: Session) -> Contest:
-    """All methods and baselines of one layer. others: TransformerEngine's. Collective."""
-    world, config = session.world, session.settings.config
-    data, decoy = (Data.make(layer, sequence, world, session.settings.dtype, seed) for seed in (0, 99))
-    wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
-    expected = products(data, *wholes(data), torch.mm, lambda a, b: world.scatter(torch.mm(a, b).float()))
-    inputs = Inputs([data], decoy, partial(check_parts, NAMES, expected))
-    ways = {
-        method: Way(forward_backward(partial(overlapped, replace(config, method=method), world.group)), method)
-        for method in session.settings.methods
-    }
-    ways["megatron"] = Way(forward_backward(partial(megatron, world)))
-    ways["async_tp"] = Way(forward_backward(partial(async_tp, world)))
-    ways["gemms"] = Way(lambda data: products(data, *wholes(data), torch.mm, torch.mm))  # without communication
-    head = {"layer": layer, "world": world.size, "seq": sequence}
-    flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
-    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways | others, COLUMNS)
+    Raises:
+        ValueError: a size cannot be sharded over the ranks.
+    """
+    for layer in layers:
+        (n1, _), (_, k2) = LAYERS[layer]
+        for what, size in (*(("--seq", sequence) for sequence in sequences), (layer, n1), (layer, k2)):
+            check_divisible(what, size, session.world.size)
+    features = max(max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer in layers)
+    session.domain([max(sequences) * features * session.dtype.itemsize])
+    for layer, sequence in product(layers, sequences):
+        with te_linears(layer, sequence, session) as makers:
+            yield contest_of(layer, sequence, makers, session)
 
 
 @contextmanager
-def te_ways(layer: str, sequence: int, session: Session) -> Iterator[Ways]:
+def te_linears(layer: str, sequence: int, session: Session) -> Iterator[dict[str, Maker]]:
     """TransformerEngine's linears where it is importable, with userbuffers where these can be made for the layer. Collective."""
     if (te := transformer_engine.load(session)) is None:
         yield {}
         return
     world, ((_, k1), (n2, _)) = session.world, LAYERS[layer]
-    with transformer_engine.userbuffers(te, sequence, (k1, n2), world, session.settings.dtype) as problem:
+    with transformer_engine.userbuffers(te, sequence, (k1, n2), world, session.dtype) as problem:
         if problem is not None:
             session.results.note(f"{layer} s={sequence}: te_userbuffers: {problem}", failure=False)
         names = ("te", *transformer_engine.USERBUFFERS) if problem is None else ("te",)
-        yield {name: Way(forward_backward(partial(transformer_engine.linears, te, world, name))) for name in names}
+        yield {name: partial(transformer_engine.linears, te, world, name) for name in names}
+
+
+@torch.no_grad()
+def contest_of(layer: str, sequence: int, makers: dict[str, Maker], session: Session) -> Contest:
+    """All methods and baselines of one layer. makers: TransformerEngine's. Collective."""
+    world = session.world
+    data, decoy = (Data.make(layer, sequence, world, session.dtype, seed) for seed in (0, 99))
+    wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
+    expected = products(data, *wholes(data), torch.mm, lambda a, b: world.scatter(torch.mm(a, b).float()))
+    inputs = Inputs([data], decoy, partial(check_parts, NAMES, expected))
+    configs = {method: replace(session.config, method=method) for method in session.methods}
+    ours = {method: forward_backward(partial(overlapped, config, world.group)) for method, config in configs.items()}
+    makers = {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world), **makers}
+    baselines = {name: forward_backward(make) for name, make in makers.items()}
+    baselines["gemms"] = lambda data: products(data, *wholes(data), torch.mm, torch.mm)  # without communication
+    head = {"layer": layer, "world": world.size, "seq": sequence}
+    flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
+    return Contest(f"{layer} s={sequence}", head, flops, inputs, ours, baselines, COLUMNS)
 
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> tuple[Linear, Linear]:

@@ -24,7 +24,6 @@ from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
 from ...schedule.kinds import Kind
 from ...select.choose import choose
-from ...select.cost import reach_of
 from ...select.method import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, OPERATORS, OPS, PASSES, Case, cases_of
@@ -33,7 +32,7 @@ from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, side_b
 from ..measure.timing import Call
 from ..measure.world import World, pretends
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
-from .turns import Contest, Way, Ways, note
+from .turns import Contest, Runs, note
 
 Names = Sequence[str]
 TABLE_6 = "table6"
@@ -97,7 +96,7 @@ def hierarchical_cases(session: Session, node_ranks: int, tiny: bool) -> list[Ca
 def _flops_beside_the_network(session: Session, node_ranks: int) -> dict[str, float]:
     """By operator: the floating-point operations of a product of one rank that takes as long as the network. Collective."""
     world, found = session.world, dict[str, float]()
-    left = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.settings.dtype)
+    left = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.dtype)
     right, flops = left.new_empty(FEATURES, _PRODUCT).normal_(), 2.0 * ROWS * FEATURES * _PRODUCT
     whole, shard = torch.empty_like(left), torch.zeros_like(left[: ROWS // world.size])
     blocks = left.new_zeros(ROWS, FEATURES // node_ranks)
@@ -114,44 +113,43 @@ def _flops_beside_the_network(session: Session, node_ranks: int) -> dict[str, fl
 
 def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
     """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective."""
-    domain = session.domain([_slot_bytes(case, session) for case in cases])
+    world, domain = session.world, session.domain([_slot_bytes(case, session) for case in cases])
+    nodes, between = domain.topology.nodes, dict[str, Any]()
+    if nodes > 1:
+        between = {
+            "nodes": nodes,
+            "emulated": pretends(),
+            "network_sms": domain.span.settled(domain.config).network_sms,
+        }
     for case in cases:
-        inputs, problem = session.world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
+        inputs, problem = world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
         if inputs is None or problem is not None:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
-        ways = ours(case, inputs.first, domain, session) | baselines_of(case.kind, session.world, inputs.first)
-        if not reach_of(domain.topology.nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
-            ways.pop("async_tp", None)
-        head = {"op": case.op, "pass": case.pass_, "world": session.world.size, "m": case.m, "n": case.n, "k": case.k}
-        head["dtype"] = str(session.settings.dtype).removeprefix("torch.")
-        columns = ("sequence", "async_tp", "gemm", "comm")
-        yield Contest(case.name, head, case.flops(session.world.size), inputs, ways, columns)
-        del inputs, ways  # before the next come
+        baselines = baselines_of(case.kind, world, inputs.first)
+        if nodes > 1:
+            baselines.pop("async_tp", None)  # it stays inside a node
+        head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
+        head |= {"dtype": str(session.dtype).removeprefix("torch."), **between}
+        columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
+        yield Contest(case.name, head, flops, inputs, ours(case, inputs.first, domain, session), baselines, columns)
+        del inputs, baselines  # before the next come
 
 
 def _slot_bytes(case: Case, session: Session) -> int:
     """Bytes of a slot for the largest call of a case; long exchanges pass in parts."""
-    needed = case.slot_bytes(session.world.size, session.settings.dtype)
-    most = session.settings.config.exchange_mib * (1 << 20) // SLOTS
+    needed = case.slot_bytes(session.world.size, session.dtype)
+    most = session.config.exchange_mib * (1 << 20) // SLOTS
     return min(needed, most) if case.kind.exchanges else needed
 
 
-def ours(case: Case, like: Operands, domain: OverlapDomain, session: Session) -> Ways:
-    """The methods that serve a case. Across nodes their rows say how many SMs NCCL has, and sums of a node may hold."""
-    planned, nodes, found = case.planned(session.world.size, session.settings.dtype), domain.topology.nodes, {}
-    told = dict[str, Any]()
-    if not reach_of(nodes).has_rules:
-        settled = domain.span.settled(domain.config)
-        told = {
-            "network_sms": settled.network_sms,
-            "reduce_sms": settled.reduce_sms if domain.topology.local > 1 else 0,
-        }
-        told |= {"nodes": nodes, "emulated": pretends()}
-    for method in serving(session.settings.methods, planned):
-        choice = choose(method, planned, domain.device, cache_of(domain, case.name).table, nodes)
-        run = exchanged(case, domain, method) if case.kind.exchanges else overlapped(case, domain, choice, like)
-        found[method] = Way(run, method, told)
+def ours(case: Case, like: Operands, domain: OverlapDomain, session: Session) -> Runs:
+    """The methods that serve a case."""
+    planned, found = case.planned(session.world.size, session.dtype), Runs()
+    for method in serving(session.methods, planned):
+        choice = choose(method, planned, domain.device, cache_of(domain, case.name).table, domain.topology.nodes)
+        exchanges = case.kind.exchanges
+        found[method] = exchanged(case, domain, method) if exchanges else overlapped(case, domain, choice, like)
     return found
 
 
@@ -163,9 +161,9 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
     return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
 
 
-def baselines_of(kind: Kind, world: World, like: Operands) -> Ways:
+def baselines_of(kind: Kind, world: World, like: Operands) -> Runs:
     """The baselines of a pass, for inputs like these. Buffers that a framework would reuse are reused."""
-    found: dict[str, Run] = {"gemm": (lambda o: o.whole @ o.right) if kind.receives else (lambda o: o.left @ o.right)}
+    found: Runs = {"gemm": (lambda o: o.whole @ o.right) if kind.receives else (lambda o: o.left @ o.right)}
     if kind.gathers:
         buffer = torch.empty_like(like.whole)
         found["comm"] = lambda o: world.gather(o.left, buffer)
@@ -182,7 +180,7 @@ def baselines_of(kind: Kind, world: World, like: Operands) -> Ways:
         blocks = like.left.new_zeros(len(like.whole), like.right.shape[1] // world.size)
         found["comm"] = lambda o: world.exchange(blocks)
         found["sequence"] = lambda o: world.exchange(blocks_for(world.size, o.left @ o.right))
-    return {name: Way(run) for name, run in found.items()}
+    return found
 
 
 def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:

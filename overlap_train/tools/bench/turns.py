@@ -3,7 +3,7 @@ ours has a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..measure.results import Results, Row, markdown, plain, screen
 from ..measure.runs import Inputs, Run, Session, problem_of
@@ -15,21 +15,12 @@ NEEDED = {*TIMED_ONLY, "sequence"}  # there is no row without those of its case
 RIVALS = ("megatron", "async_tp", "te", *USERBUFFERS)  # other programs: what goes wrong in them is only a note
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to do the work. method: of ours, as its row names it; told: what its row adds."""
-
-    run: Run
-    method: str = ""
-    told: Row = field(default_factory=dict)
-
-
-Ways = dict[str, Way]
+Runs = dict[str, Run]
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One case with all that do its work.
+    """One case with all that do its work: our methods, and baselines.
 
     title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row.
     """
@@ -38,40 +29,34 @@ class Contest:
     head: Row
     flops: float
     inputs: Inputs
-    ways: Ways
+    ours: Runs
+    baselines: Runs
     columns: tuple[str, ...]
 
 
 def run(contest: Contest, session: Session) -> None:
     """Check all, time those that give the right result on every rank, and save a row for each method of ours. Collective."""
     calls = {}
-    for name, way in contest.ways.items():
+    for name, work in (contest.ours | contest.baselines).items():
         check = None if name in TIMED_ONLY else contest.inputs.check
-        problem = problem_of(name, way.run, contest.inputs, session.world, check)
+        problem = problem_of(name, work, contest.inputs, session.world, check)
         if problem is None:
-            calls[name] = contest.inputs.call(way.run)
+            calls[name] = contest.inputs.call(work)
         else:
             note(f"{contest.title}: {name}: {problem}", session, failure=name not in RIVALS)
-    if not calls.keys() >= NEEDED & contest.ways.keys():
+    if not calls.keys() >= NEEDED & contest.baselines.keys():
         return
     timings = session.time(calls, contest.flops)
     ms = {name: timing.ms for name, timing in timings.items()}
     if userbuffers := [ms[name] for name in USERBUFFERS if name in ms]:
         ms["te_userbuffers"] = min(userbuffers)
-    baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
+    columns = {f"{name}_ms": ms.get(name) for name in contest.columns}
     if "comm" in ms:
-        baselines["bound"] = ms["sequence"] / max(ms["gemm"], ms["comm"])
-    ours = {name: way for name, way in contest.ways.items() if way.method and name in timings}
+        columns["bound"] = ms["sequence"] / max(ms["gemm"], ms["comm"])
+    ours = [name for name in contest.ours if name in timings]
     session.world.say(f"{contest.title}: " + ", ".join(f"{name} {ms[name]:.3f} ms" for name in ours))
-    session.results.add(
-        [
-            contest.head
-            | {"method": way.method, "ms": ms[name], "host_us": timings[name].host_us}
-            | baselines
-            | way.told
-            for name, way in ours.items()
-        ]
-    )
+    of_methods = [{"method": name, "ms": ms[name], "host_us": timings[name].host_us} for name in ours]
+    session.results.add([contest.head | of_method | columns for of_method in of_methods])
 
 
 def note(text: str, session: Session, failure: bool) -> None:

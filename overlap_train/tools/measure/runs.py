@@ -44,28 +44,21 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
+class Session:
+    """What every measurement of a run needs. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
     rounds."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
-
-
-@dataclass(frozen=True)
-class Session:
-    """What every measurement of a run needs."""
-
-    settings: Settings
     world: World
     results: Results
 
     def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
         once. Collective."""
-        domain = domain_of(self.world.group, self.settings.config, self.world.device)
+        domain = domain_of(self.world.group, self.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
         largest, flagged = max(received), max(words, default=0)
         request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
@@ -74,7 +67,7 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        return measure(calls, pace(flops, self.settings.quick), self.world.group, self.world.device)
+        return measure(calls, pace(flops, self.quick), self.world.group, self.world.device)
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,7 @@ class Inputs:
 
 def inputs_of(case: Case, session: Session) -> Inputs:
     """The operands of one case, in as many sets as the L2 cache cannot hold. Collective."""
-    make = partial(make_operands, case, session.world, session.settings.dtype)
+    make = partial(make_operands, case, session.world, session.dtype)
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
     if case.kind.reduces:
@@ -190,25 +183,21 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     return run
 
 
-def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
-    """Raise ValueError if a method that was asked for cannot run on the device."""
-    possible = [name for name in NAMES if not Method(name).kernels]
-    for method in asked:
-        if method in NAMES and method not in possible and device.type != "cuda" and not is_interpreted():
-            names = ", ".join(possible)
-            raise ValueError(f"--methods: {method!r} is not one of {names}, which run on CPU tensors; leave it out")
+def nodes_of(session: Session, asked: Sequence[str]) -> int:
+    """How many nodes the ranks are on. Collective.
 
-
-def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
-    """Raise ValueError if the ranks are on several nodes and a method that was asked for stays inside one."""
-    inside = [method for method in asked if method in NAMES and not reach_of(nodes).may_choose(method)]
-    if inside:
-        raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
-
-
-def nodes_of(session: Session) -> int:
-    """How many nodes the ranks are on. Collective. Raises ValueError if they cannot share memory."""
-    found = domain_of(session.world.group, session.settings.config, session.world.device).nodes
+    Raises:
+        ValueError: a method that was asked for cannot run on these ranks, or they cannot share memory.
+    """
+    for name in asked:
+        if name in NAMES and Method(name).kernels and session.world.device.type == "cpu" and not is_interpreted():
+            names = ", ".join(name for name in NAMES if not Method(name).kernels)
+            raise ValueError(f"--methods: {name!r} is not one of {names}, which run on CPU tensors; leave it out")
+    found = domain_of(session.world.group, session.config, session.world.device).nodes
     if found.problem is not None:
         raise ValueError(found.problem)
-    return found.topology.nodes
+    nodes = found.topology.nodes
+    for name in asked:
+        if name in NAMES and not reach_of(nodes).may_choose(name):
+            raise ValueError(f"--methods: {name!r} stays inside a node, and the ranks are on {nodes}; leave it out")
+    return nodes
