@@ -24,6 +24,7 @@ from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
 from ...schedule.kinds import Kind
 from ...select.choose import choose
+from ...select.cost import reach_of
 from ...select.method import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, OPERATORS, OPS, PASSES, Case, cases_of
@@ -115,7 +116,7 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
     """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective."""
     world, domain = session.world, session.domain([_slot_bytes(case, session) for case in cases])
     nodes, between = domain.topology.nodes, dict[str, Any]()
-    if nodes > 1:
+    if not reach_of(nodes).has_rules:
         between = {
             "nodes": nodes,
             "emulated": pretends(),
@@ -127,8 +128,8 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
         baselines = baselines_of(case.kind, world, inputs.first)
-        if nodes > 1:
-            baselines.pop("async_tp", None)  # it stays inside a node
+        if not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
+            baselines.pop("async_tp", None)
         head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
         head |= {"dtype": str(session.dtype).removeprefix("torch."), **between}
         columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
