@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/probes/host_time.py
 
-Prints microseconds of host time a call, of the slowest rank and the median burst: of a column linear's forward, a row linear's, and
+Prints microseconds of host time a call, on the slowest rank, the median burst: of a column linear's forward, a row linear's, and
 forward and backward of both:
 
     low_latency, direct, ...   by that method
