@@ -19,7 +19,7 @@ from ...ulysses.attention_layout import Rotary
 from ...ulysses.layout import AttentionHeads, SequenceShards
 from ...ulysses.linears import attention_output_linear, qkv_all_to_all
 from ..measure.models import MODELS, Model
-from ..measure.runs import Inputs, Run, Session
+from ..measure.runs import Inputs, Run, Session, normals
 from ..measure.world import World
 from .layers import Outcome, check_parts, gradients
 from .turns import Contest
@@ -41,21 +41,16 @@ class Data:
 
     @classmethod
     def make(cls, model: Model, tokens: int, world: World, dtype: torch.dtype, seed: int) -> Data:
-        own = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
-        shared = torch.Generator(world.device).manual_seed(1000 * seed + 999)
+        own, shared = normals(world, dtype, seed)
         (n, k), (hidden, features) = model.linears["qkv"], model.linears["proj"]
-
-        def normal(*shape: int, generator: torch.Generator) -> torch.Tensor:
-            return torch.randn(*shape, dtype=dtype, device=world.device, generator=generator)
-
         heads = AttentionHeads(model.num_attention_heads, model.num_query_groups, model.head_width)
-        angles = torch.randn(tokens, heads.dim // 2, device=world.device, generator=shared).repeat(1, 2)
+        angles = shared(tokens, heads.dim // 2).float().repeat(1, 2)
         return cls(
             heads,
-            normal(tokens // world.size, 1, k, generator=own).requires_grad_(),
-            torch.nn.Parameter(normal(n, k, generator=shared) / k**0.5),
-            torch.nn.Parameter(normal(hidden, features, generator=shared) / features**0.5),
-            normal(tokens // world.size, 1, hidden, generator=own),
+            own(tokens // world.size, 1, k).requires_grad_(),
+            torch.nn.Parameter(shared(n, k) / k**0.5),
+            torch.nn.Parameter(shared(hidden, features) / features**0.5),
+            own(tokens // world.size, 1, hidden),
             Rotary(angles.cos(), angles.sin()),
         )
 

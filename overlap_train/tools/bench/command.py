@@ -107,20 +107,7 @@ class Hierarchical(Bench):
         return operators.contests(operators.hierarchical_cases(session, self.node_ranks, self.tiny), session)
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """record kernels and copies of one call of each method, on GPUs"""
-
-    out: str = option(".", "write DIR/timeline.json, for plot to draw", metavar="DIR")
-
-
-BENCHES: dict[str, Any] = {
-    "operators": Operators,
-    "layers": Layers,
-    "ulysses": Ulysses,
-    "hierarchical": Hierarchical,
-    "timeline": Timeline,
-}
+BENCHES = {"operators": Operators, "layers": Layers, "ulysses": Ulysses, "hierarchical": Hierarchical}
 
 
 def main(arguments: list[str]) -> int:
@@ -133,30 +120,26 @@ def main(arguments: list[str]) -> int:
         f"Measure:\n\n    {world.START} bench operators --out FOLDER\n\nDraw:\n\n    overlap-train bench plot FOLDER"
     )
     parser = Parser(prog="overlap-train bench", description=start)
-    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="|".join((*BENCHES, "plot")))
+    names = (*BENCHES, "timeline", "plot")
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="|".join(names))
     for name, options in BENCHES.items():
         add_options(commands.add_parser(name, help=options.__doc__), options)
+    recorder = commands.add_parser("timeline", help="record kernels and copies of one call of each method, on GPUs")
+    recorder.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="write DIR/timeline.json, for plot")
     plot = commands.add_parser("plot", help="draw the results of a folder (needs matplotlib)")
     plot.add_argument("folder", type=Path)
     args = parser.parse_args(arguments)
     if args.command == "plot":
         print(*plots.draw(args.folder), sep="\n")
         return 0
-    bench = from_args(BENCHES[args.command](), args)
-    failed = record(bench) if isinstance(bench, Timeline) else measure(args.command, bench)
+    if args.command == "timeline":
+        failed = False
+        timeline.record(args.out)
+    else:
+        failed = measure(args.command, from_args(BENCHES[args.command](), args))
     shutdown()  # not after an error: it needs all ranks
     dist.destroy_process_group()
     return 1 if failed else 0
-
-
-def record(bench: Timeline) -> bool:
-    """Record a timeline. Raises ValueError where there are no GPUs."""
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
-        )
-    timeline.record(Path(bench.out), world.join(f"{world.START} bench timeline"))
-    return False
 
 
 def measure(name: str, bench: Bench) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
-from ..measure.world import World
+from ..measure.world import START, join
 from ..pictures.timeline import Span
 
 METHODS = ("collective", "chunked", "fused", "direct")
@@ -21,8 +21,17 @@ M, HIDDEN, FFN = 8192, 4096, 14336  # of Llama-3 8B's MLP
 
 
 @torch.no_grad()
-def record(out: Path, here: World) -> None:
-    """Profile forward calls of a column and a row linear by each method; rank 0 writes its own view."""
+def record(out: Path) -> None:
+    """Profile forward calls of a column and a row linear by each method; rank 0 writes its own view.
+
+    Raises:
+        ValueError: there are no GPUs.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "bench timeline records GPUs, and this process sees none; to draw a recording: bench plot FOLDER"
+        )
+    here = join(f"{START} bench timeline")
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=here.device, dtype=torch.bfloat16)

@@ -40,6 +40,7 @@ from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
 
 Run = Callable[[Any], Any]  # from one of the input sets to what it computes
+Normal = Callable[..., torch.Tensor]
 Check = Callable[[str, Any], None]  # of what one of them computed, by name; raises
 
 
@@ -79,17 +80,23 @@ class Operands:
     whole: torch.Tensor
 
 
-def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
-    """Normal random numbers, different for every seed and on every rank but for what ranks share. Collective."""
+def normals(world: World, dtype: torch.dtype, seed: int) -> tuple[Normal, Normal]:
+    """Normal random numbers by shape, others for each seed: this rank's own, and those that all ranks share."""
     own = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
-    shared = torch.Generator(world.device).manual_seed(seed)
+    shared = torch.Generator(world.device).manual_seed(1000 * seed + 999)
 
-    def normal(rows: int, columns: int, generator: torch.Generator = own) -> torch.Tensor:
-        return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
+    def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=dtype, device=world.device, generator=generator)
 
+    return partial(normal, own), partial(normal, shared)
+
+
+def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
+    """Random matrices. Collective."""
+    normal, shared = normals(world, dtype, seed)
     m, n, k, ranks = case.m, case.n, case.k, world.size
     if case.kind.exchanges:
-        weight = normal(n, k, shared)
+        weight = shared(n, k)
     else:
         weight = normal(n // ranks, k) if case.op == "ag_gemm" else normal(n, k // ranks)
     right = weight.t() if case.pass_ == "fprop" else weight
