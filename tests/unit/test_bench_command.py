@@ -72,17 +72,13 @@ def test_layers(script_server: ScriptServer, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_ulysses(script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Projections alone, and whole attention blocks."""
     status, said = script_server.run(*BENCH, "ulysses", *TINY, "--out", str(tmp_path), folder=tmp_path)
     assert status == 0, said
     rows = rows_in(tmp_path)
     assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
         (op, pass_, method) for op in EXCHANGES for pass_ in PASSES for method in ("chunked", "collective")
     }
-    blocks = rows_in(tmp_path, "layers")
-    assert [(row["layer"], row["method"]) for row in blocks] == [("tiny-ulysses", m) for m in ("chunked", "collective")]
-    assert all(row["sequence_ms"] > 0 for row in blocks)
-    assert drawn(tmp_path, capsys) == ["speedup.png", "layers.png"]
+    assert drawn(tmp_path, capsys) == ["speedup.png"]
 
 
 def test_operators_across_nodes(
@@ -157,7 +153,7 @@ def test_what_cannot_run_on_these_ranks_is_refused(
     ("folder", "names"),
     [
         ("h200x4", ["speedup.png", "layers.png", "timeline.png"]),
-        ("h100x4/ulysses", ["speedup.png", "layers.png"]),
+        ("h100x4/ulysses", ["speedup.png"]),
         ("h200x2/hierarchical", ["speedup.png"]),
         ("h200x2/ragged", ["speedup.png"]),
         ("h200x4/te", ["layers.png"]),

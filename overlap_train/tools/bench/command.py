@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ..measure.models import TINY
 from ..measure.results import Results, hardware
 from ..measure.runs import Session, nodes_of
 from ..pictures import plots
-from . import attention, layers, operators, timeline, turns
+from . import layers, operators, timeline, turns
 from .operators import TABLE_6
 
 SLOW = "bench: no GPU here. On CPU processes sizes like these take a minute or more a row; --tiny only tries the code, in seconds"
@@ -44,10 +44,10 @@ class Bench:
     tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
-    files: ClassVar[tuple[str, ...]] = ("operators",)  # NAME.json and NAME.md, in the order in which they are measured
+    file = "operators"  # NAME.json and NAME.md
 
-    def contests(self, file: str, session: Session) -> Contests:
-        """The cases of a file. Collective."""
+    def contests(self, session: Session) -> Contests:
+        """All cases. Collective."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class Operators(Bench):
     shapes: tuple[str, ...] = option(TABLES_1_2, "products of their MLPs", choices=PUBLISHED, metavar="MODEL,...")
     rows: tuple[int, ...] = option((8192,), "of all ranks", parse=positive_int, metavar="M", spaced=True)
 
-    def contests(self, file: str, session: Session) -> Contests:
+    def contests(self, session: Session) -> Contests:
         models, rows = ((TINY,), (16,)) if self.tiny else (self.shapes, self.rows)
         return operators.contests(operators.cases(models, rows, session.world.size), session)
 
@@ -69,16 +69,16 @@ class Layers(Bench):
 
     layers: tuple[str, ...] = option(MOST_ASKED, "MODEL-mlp or MODEL-attn", choices=tuple(LAYERS), metavar="LAYER,...")
     seq: tuple[int, ...] = option((8192,), "sequence lengths", parse=positive_int, metavar="S", spaced=True)
-    files = ("layers",)
+    file = "layers"
 
-    def contests(self, file: str, session: Session) -> Contests:
+    def contests(self, session: Session) -> Contests:
         names, lengths = ((f"{TINY}-mlp",), (16,)) if self.tiny else (self.layers, self.seq)
         return layers.contests(names, lengths, session)
 
 
 @dataclass(frozen=True)
 class Ulysses(Bench):
-    """GEMM+A2A and A2A+GEMM, and whole attention blocks, against NCCL"""
+    """GEMM+A2A and A2A+GEMM, pass by pass, against NCCL and the bound"""
 
     models: tuple[str, ...] = option(
         (TABLE_6, "llama3-8b", "llama3-70b"),
@@ -87,12 +87,9 @@ class Ulysses(Bench):
         metavar="MODEL,...",
     )
     seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
-    files = ("operators", "layers")
 
-    def contests(self, file: str, session: Session) -> Contests:
+    def contests(self, session: Session) -> Contests:
         models, tokens = ((TINY,), (16,)) if self.tiny else (self.models, self.seq)
-        if file == "layers":
-            return attention.contests([name for name in models if name != TABLE_6], tokens, session)
         return operators.contests(operators.exchange_cases(models, tokens, session.world.size), session)
 
 
@@ -103,7 +100,7 @@ class Hierarchical(Bench):
     node_ranks: int = option(1, "ranks of each node; all nodes may be this machine", parse=positive_int, metavar="L")
     network: str = option("auto", "what carries data between nodes of GPUs", choices=NETWORKS)
 
-    def contests(self, file: str, session: Session) -> Contests:
+    def contests(self, session: Session) -> Contests:
         return operators.contests(operators.hierarchical_cases(session, self.node_ranks, self.tiny), session)
 
 
@@ -143,7 +140,11 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(name: str, bench: Bench) -> bool:
-    """Join the ranks, measure, write and print; returns whether one of our methods failed or was wrong. name: the subcommand."""
+    """Join the ranks, measure, write and print; returns whether one of our methods failed or was wrong. name: the subcommand.
+
+    Raises:
+        ValueError: a method cannot run on these ranks.
+    """
     if name == "layers":
         # As Megatron-Core needs; read when CUDA starts, below.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -152,33 +153,30 @@ def measure(name: str, bench: Bench) -> bool:
     here = world.join(f"{world.START} bench {name}")
     if here.device.type == "cpu" and not bench.tiny:
         here.say(SLOW)
+    session = session_of(bench, here)
+    session.results.add([])  # a folder that cannot be written is said before minutes of measuring
     world.heat(here.device)
-    failed = [measure_file(bench, file, here) for file in bench.files]
-    return any(failed)
+    began = time.monotonic()
+    with torch.set_grad_enabled(name == "layers"):  # operators are single passes, of which autograd knows nothing
+        for contest in bench.contests(session):
+            turns.run(contest, session)
+            del contest  # its inputs go before those of the next come
+    session.results.share_notes(here.group)
+    turns.report(session.results, here)
+    here.say(f"{bench.file}: {len(session.results.rows)} rows in {time.monotonic() - began:.0f} s")
+    return session.results.failed
 
 
-def measure_file(bench: Bench, file: str, here: world.World) -> bool:
-    """Measure, write and print one of the files; returns whether one of our methods failed or was wrong.
-
-    Raises:
-        ValueError: a method cannot run on these ranks.
-    """
-    began, path = time.monotonic(), Path(bench.out, f"{file}.json") if bench.out and here.rank == 0 else None
+def session_of(bench: Bench, here: world.World) -> Session:
+    """Collective. Raises ValueError where a method cannot run on these ranks."""
     fits = [method for method in ("fused", "direct") if not bench.node_ranks or Method(method).crosses]
     methods = bench.methods or (*(fits if here.device.type == "cuda" else ()), "chunked", "collective")
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
     config = OverlapConfig(
         symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=bench.node_ranks, network=bench.network
     )
+    path = Path(bench.out, f"{bench.file}.json") if bench.out and here.rank == 0 else None
     dtype, results = torch.float32 if bench.tiny else torch.bfloat16, Results(path, hardware(here.device, here.size))
     session = Session(methods, dtype, bench.quick, config, here, results)
     nodes_of(session, bench.methods)
-    session.results.add([])  # a folder that cannot be written is said before minutes of measuring
-    with torch.set_grad_enabled(file == "layers"):  # operators are single passes, of which autograd knows nothing
-        for contest in bench.contests(file, session):
-            turns.run(contest, session)
-            del contest  # its inputs go before those of the next come
-    session.results.share_notes(here.group)
-    turns.report(session.results, here)
-    here.say(f"{file}: {len(session.results.rows)} rows in {time.monotonic() - began:.0f} s")
-    return session.results.failed
+    return session

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ..measure.cases import LAYERS, check_divisible
-from ..measure.check import ROUNDINGS, check
+from ..measure.check import check
 from ..measure.runs import Inputs, Run, Session, normals
 from ..measure.world import World
 from . import transformer_engine
@@ -68,10 +68,10 @@ def gradients(outputs: Tensors, leaves: Tensors, given: Tensors) -> Outcome:
         return (*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, given))
 
 
-def check_parts(names: Sequence[str], expected: Tensors, name: str, found: Tensors, roundings: int = ROUNDINGS) -> None:
+def check_parts(expected: Tensors, name: str, found: Tensors) -> None:
     """Check outputs and gradients one after the other."""
-    for part, ours, theirs in zip(names, found, expected, strict=True):
-        check(f"{name}: {part}", ours, theirs, roundings)
+    for part, ours, theirs in zip(NAMES, found, expected, strict=True):
+        check(f"{name}: {part}", ours, theirs)
 
 
 def forward_backward(make: Maker) -> Run:
@@ -136,7 +136,7 @@ def contest_of(layer: str, sequence: int, makers: dict[str, Maker], session: Ses
     data, decoy = (Data.make(layer, sequence, world, session.dtype, seed) for seed in (0, 99))
     wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
     expected = products(data, *wholes(data), torch.mm, lambda a, b: world.scatter(torch.mm(a, b).float()))
-    inputs = Inputs([data], decoy, partial(check_parts, NAMES, expected))
+    inputs = Inputs([data], decoy, partial(check_parts, expected))
     configs = {method: replace(session.config, method=method) for method in session.methods}
     ours = {method: forward_backward(partial(overlapped, config, world.group)) for method, config in configs.items()}
     makers = {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world), **makers}

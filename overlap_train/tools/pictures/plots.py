@@ -1,7 +1,7 @@
 """Pictures of what `bench` has saved, beside its JSON.
 
 speedup.png     operators, across nodes too: bars of the speed-up over NCCL + cuBLAS, each against its bound
-layers.png      layers: bars of the time over that of the six GEMMs; Ulysses: of the speed-up over NCCL + cuBLAS
+layers.png      layers: bars of the time over that of the six GEMMs
 timeline.png    one call by each method (timeline.py)
 """
 
@@ -75,16 +75,10 @@ def draw_operators(record: Record, path: Path) -> Path:
 
 
 def draw_layers(record: Record, path: Path) -> Path:
-    """Methods and baselines over the six GEMMs of each layer; the speed-up of attention blocks of Ulysses."""
+    """Methods and baselines over the six GEMMs of each layer."""
     panels: Panels = {}
     for row in record["rows"]:
         panels.setdefault(f"{row['layer']}, s = {row['seq']}", []).append(row)
-    if "gemms_ms" not in record["rows"][0]:
-        header = (
-            f"Ulysses attention, forward and backward: speed-up over NCCL + cuBLAS, {machine_of(record)}",
-            "Higher is better.",
-        )
-        return bars({title: _speed_ups(some) for title, some in panels.items()}, header, SPEED_UP, path)
     header = (
         f"Layers: forward and backward over their six GEMMs alone, {machine_of(record)}",
         "Lower is better. Line: the GEMMs alone; out of reach where copies take longer than the GEMMs that hide them.",
