@@ -12,7 +12,7 @@ from tests.recipes import bench_te_stand_in
 from tests.script_server import ScriptServer
 
 BENCH = ("-m", "overlap_train", "bench")
-TINY = ("--tiny", "--quick", "--methods", "chunked")
+TINY = ("--layers", "tiny-mlp", "--seq", "16", "--quick", "--methods", "chunked")
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:

@@ -17,15 +17,17 @@ from ...config import METHODS
 from ...flags import NETWORKS, Parser, add_options, from_args, option, positive_int
 from ...select.method import Method
 from ..measure import world
-from ..measure.cases import LAYERS, PUBLISHED
-from ..measure.models import TINY
+from ..measure.cases import LAYERS
+from ..measure.models import MODELS
 from ..measure.results import Results, hardware
 from ..measure.runs import Session, nodes_of
 from ..pictures import plots
 from . import layers, operators, timeline, turns
 from .operators import TABLE_6
 
-SLOW = "bench: no GPU here. On CPU processes sizes like these take a minute or more a row; --tiny only tries the code, in seconds"
+SLOW = (
+    "bench: no GPU here, so all is in fp32. To try the code on CPU processes, take the model tiny and 16 rows or tokens"
+)
 METHODS_HELP = (
     f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective"
 )
@@ -41,7 +43,6 @@ class Bench:
     out: str = option("", "write DIR/operators.json or layers.json, and .md; without it, only print", metavar="DIR")
     methods: tuple[str, ...] = option((), METHODS_HELP, choices=METHODS, metavar="METHOD,...")
     quick: bool = option(False, "fewer and shorter rounds")
-    tiny: bool = option(False, "one tiny shape in fp32, to try the code on CPU processes")
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
     file = "operators"  # NAME.json and NAME.md
@@ -55,12 +56,11 @@ class Bench:
 class Operators(Bench):
     """AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound"""
 
-    shapes: tuple[str, ...] = option(TABLES_1_2, "products of their MLPs", choices=PUBLISHED, metavar="MODEL,...")
+    shapes: tuple[str, ...] = option(TABLES_1_2, "products of their MLPs", choices=tuple(MODELS), metavar="MODEL,...")
     rows: tuple[int, ...] = option((8192,), "of all ranks", parse=positive_int, metavar="M", spaced=True)
 
     def contests(self, session: Session) -> Contests:
-        models, rows = ((TINY,), (16,)) if self.tiny else (self.shapes, self.rows)
-        return operators.contests(operators.cases(models, rows, session.world.size), session)
+        return operators.contests(operators.cases(self.shapes, self.rows, session.world.size), session)
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Layers(Bench):
     file = "layers"
 
     def contests(self, session: Session) -> Contests:
-        names, lengths = ((f"{TINY}-mlp",), (16,)) if self.tiny else (self.layers, self.seq)
-        return layers.contests(names, lengths, session)
+        return layers.contests(self.layers, self.seq, session)
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,13 @@ class Ulysses(Bench):
     """GEMM+A2A and A2A+GEMM, pass by pass, against NCCL and the bound"""
 
     models: tuple[str, ...] = option(
-        (TABLE_6, "llama3-8b", "llama3-70b"),
-        "table6: the shapes of Ditron's Table 6",
-        choices=(TABLE_6, *PUBLISHED),
+        (TABLE_6, "llama3-8b", "llama3-70b"), "table6: the shapes of Ditron's Table 6", choices=(TABLE_6, *MODELS),
         metavar="MODEL,...",
-    )
+    )  # fmt: skip
     seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
 
     def contests(self, session: Session) -> Contests:
-        models, tokens = ((TINY,), (16,)) if self.tiny else (self.models, self.seq)
-        return operators.contests(operators.exchange_cases(models, tokens, session.world.size), session)
+        return operators.contests(operators.exchange_cases(self.models, self.seq, session.world.size), session)
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class Hierarchical(Bench):
     network: str = option("auto", "what carries data between nodes of GPUs", choices=NETWORKS)
 
     def contests(self, session: Session) -> Contests:
-        return operators.contests(operators.hierarchical_cases(session, self.node_ranks, self.tiny), session)
+        return operators.contests(operators.hierarchical_cases(session, self.node_ranks), session)
 
 
 BENCHES = {"operators": Operators, "layers": Layers, "ulysses": Ulysses, "hierarchical": Hierarchical}
@@ -151,7 +147,7 @@ def measure(name: str, bench: Bench) -> bool:
     if bench.node_ranks:
         world.pretend_nodes(bench.node_ranks)
     here = world.join(f"{world.START} bench {name}")
-    if here.device.type == "cpu" and not bench.tiny:
+    if here.device.type == "cpu":
         here.say(SLOW)
     session = session_of(bench, here)
     session.results.add([])  # a folder that cannot be written is said before minutes of measuring
@@ -169,14 +165,15 @@ def measure(name: str, bench: Bench) -> bool:
 
 def session_of(bench: Bench, here: world.World) -> Session:
     """Collective. Raises ValueError where a method cannot run on these ranks."""
-    fits = [method for method in ("fused", "direct") if not bench.node_ranks or Method(method).crosses]
-    methods = bench.methods or (*(fits if here.device.type == "cuda" else ()), "chunked", "collective")
+    on_gpu = here.device.type == "cuda"
+    fits = [method for method in ("fused", "direct") if on_gpu and (not bench.node_ranks or Method(method).crosses)]
+    methods = bench.methods or (*fits, "chunked", "collective")
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
     config = OverlapConfig(
         symmetric_mib=8192, timeout_s=30.0, main_grad="off", node_ranks=bench.node_ranks, network=bench.network
     )
     path = Path(bench.out, f"{bench.file}.json") if bench.out and here.rank == 0 else None
-    dtype, results = torch.float32 if bench.tiny else torch.bfloat16, Results(path, hardware(here.device, here.size))
+    dtype, results = torch.bfloat16 if on_gpu else torch.float32, Results(path, hardware(here.device, here.size))
     session = Session(methods, dtype, bench.quick, config, here, results)
     nodes_of(session, bench.methods)
     return session

@@ -26,7 +26,7 @@ from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ..measure.cases import LAYERS, check_divisible
 from ..measure.check import check
-from ..measure.runs import Inputs, Run, Session, normals
+from ..measure.runs import Inputs, Run, Session, normal
 from ..measure.world import World
 from . import transformer_engine
 from .async_tp import AsyncColumn, AsyncRow
@@ -56,8 +56,7 @@ class Data:
     def make(cls, layer: str, sequence: int, world: World, dtype: torch.dtype, seed: int) -> Data:
         (n1, k1), (n2, k2), s, w = *LAYERS[layer], sequence, world.size
         shapes = ((s // w, k1), (n1 // w, k1), (s, n1 // w), (s, k2 // w), (n2, k2 // w), (s // w, n2))
-        normal, _ = normals(world, dtype, seed)
-        x, w1, dy, h, w2, dz = (normal(*shape) for shape in shapes)
+        x, w1, dy, h, w2, dz = map(normal(world, dtype, seed), shapes)
         return cls(x.requires_grad_(), torch.nn.Parameter(w1), dy, h.requires_grad_(), torch.nn.Parameter(w2), dz)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ...group.domain import OverlapDomain
-from ...group.slots import SLOTS
 from ...ops.plan_cache import cache_of
 from ...schedule.kinds import Kind
 from ...select.choose import choose
@@ -80,41 +79,39 @@ def exchange_cases(models: Names, tokens: Sequence[int], world: int) -> list[Cas
     ]
 
 
-def hierarchical_cases(session: Session, node_ranks: int, tiny: bool) -> list[Case]:
-    """The cases of all operators, for products of several lengths against the network. tiny: to try the code. Collective."""
-    world, found = session.world.size, []
+def hierarchical_cases(session: Session, node_ranks: int) -> list[Case]:
+    """The cases of all operators, for products of several lengths against the network. CPU processes only try the code.
+    Collective."""
+    world, found, tiny = session.world.size, [], session.world.device.type == "cpu"
     rows, features, step = (16, 32, 32) if tiny else (ROWS, FEATURES, _STEP)
-    flops = {} if tiny else _flops_beside_the_network(session, node_ranks)
+    flops = 0.0 if tiny else _flops_beside_the_network(session)
     for op in (*OPS, *EXCHANGES):
         kept = features * (world // node_ranks if OPERATORS[op].exchanges else 1)
-        steps = [1, 2] if tiny else [round(ratio * flops[op] / (2 * rows * kept * step)) for ratio in RATIOS]
+        steps = [1, 2] if tiny else [round(ratio * flops / (2 * rows * kept * step)) for ratio in RATIOS]
         for other in (world * step * max(1, count) for count in steps):
             weight = (other, kept) if OPERATORS[op].receives else (kept, other)
             found += [Case("", op, pass_, rows, *weight) for pass_ in PASSES]
     return found
 
 
-def _flops_beside_the_network(session: Session, node_ranks: int) -> dict[str, float]:
-    """By operator: the floating-point operations of a product of one rank that takes as long as the network. Collective."""
-    world, found = session.world, dict[str, float]()
-    left = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.dtype)
-    right, flops = left.new_empty(FEATURES, _PRODUCT).normal_(), 2.0 * ROWS * FEATURES * _PRODUCT
-    whole, shard = torch.empty_like(left), torch.zeros_like(left[: ROWS // world.size])
-    blocks = left.new_zeros(ROWS, FEATURES // node_ranks)
-    wires: list[tuple[str, Names, torch.Tensor, Call]] = [
-        ("gathered", OPS, shard, lambda index: world.gather(shard, whole)),
-        ("exchanged", EXCHANGES, blocks, lambda index: world.exchange(blocks)),
-    ]
-    for what, ops, sent, wire in wires:
-        timings = session.time({"wire": wire, "gemm": lambda index: left @ right}, flops)
-        world.say(f"the network takes {timings['wire'].ms:.2f} ms for {sent.nbytes >> 20} MiB of each rank, {what}")
-        found |= dict.fromkeys(ops, flops * timings["wire"].ms / timings["gemm"].ms)
-    return found
+def _flops_beside_the_network(session: Session) -> float:
+    """The floating-point operations of a product of one rank that takes as long as the network. Collective."""
+    world = session.world
+    whole = torch.randn(ROWS, FEATURES, device=world.device, dtype=session.dtype)
+    right, flops = whole.new_empty(FEATURES, _PRODUCT).normal_(), 2.0 * ROWS * FEATURES * _PRODUCT
+    shard = whole[: ROWS // world.size].clone()
+    calls: dict[str, Call] = {"wire": lambda index: world.gather(shard, whole), "gemm": lambda index: whole @ right}
+    timings = session.time(calls, flops)
+    world.say(f"the network takes {timings['wire'].ms:.2f} ms for {shard.nbytes >> 20} MiB of each rank")
+    return flops * timings["wire"].ms / timings["gemm"].ms
 
 
 def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
     """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective."""
-    world, domain = session.world, session.domain([_slot_bytes(case, session) for case in cases])
+    world, domain = (
+        session.world,
+        session.domain([case.slot_bytes(session.world.size, session.dtype) for case in cases]),
+    )
     nodes, between = domain.topology.nodes, dict[str, Any]()
     if not reach_of(nodes).has_rules:
         between = {
@@ -135,13 +132,6 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
         columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
         yield Contest(case.name, head, flops, inputs, ours(case, inputs.first, domain, session), baselines, columns)
         del inputs, baselines  # before the next come
-
-
-def _slot_bytes(case: Case, session: Session) -> int:
-    """Bytes of a slot for the largest call of a case; long exchanges pass in parts."""
-    needed = case.slot_bytes(session.world.size, session.dtype)
-    most = session.config.exchange_mib * (1 << 20) // SLOTS
-    return min(needed, most) if case.kind.exchanges else needed
 
 
 def ours(case: Case, like: Operands, domain: OverlapDomain, session: Session) -> Runs:

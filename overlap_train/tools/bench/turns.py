@@ -4,8 +4,9 @@ ours has a row."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 
-from ..measure.results import Results, Row, markdown, plain, screen
+from ..measure.results import Results, Row, markdown, screen
 from ..measure.runs import Inputs, Run, Session, problem_of
 from ..measure.world import World
 from .transformer_engine import USERBUFFERS
@@ -69,6 +70,7 @@ def note(text: str, session: Session, failure: bool) -> None:
 HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
 RATIOS = {  # heading: what is divided by what
     "speed-up": ("sequence_ms", "ms"),
+    "speed-up/bound": ("sequence_ms", "bound_ms"),
     "vs Megatron-Core": ("megatron_ms", "ms"),
     "vs async-TP": ("async_tp_ms", "ms"),
     "vs TE userbuffers": ("te_userbuffers_ms", "ms"),
@@ -78,16 +80,18 @@ RATIOS = {  # heading: what is divided by what
 
 def shown(row: Row) -> Row:
     """What the table says of a row: what it holds, by its key without `_ms`, and ratios."""
+    known = row | ({"bound_ms": row["bound"] * row["ms"]} if "bound" in row else {})
+    pairs = {heading: (known.get(above), known.get(below)) for heading, (above, below) in RATIOS.items()}
     held = {key.removesuffix("_ms"): value for key, value in row.items() if key not in HIDDEN}
-    pairs = {heading: (row.get(above), row.get(below)) for heading, (above, below) in RATIOS.items()}
-    return held | {heading: above / below for heading, (above, below) in pairs.items() if above and below}
+    return held | {heading: above / below if above and below else None for heading, (above, below) in pairs.items()}
 
 
 def report(results: Results, world: World) -> None:
     """Write the Markdown beside the JSON and print the table, without columns that are empty; on rank 0."""
     if world.rank == 0:
         rows = [shown(row) for row in results.rows]
-        columns = plain({key: key for row in rows for key, value in row.items() if value is not None})
+        keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
+        columns = [(key, itemgetter(key)) for key in keys]
         if results.path is not None:
             results.path.with_suffix(".md").write_text(markdown(rows, results.notes, columns))
         print(screen(rows, results.notes, columns), flush=True)

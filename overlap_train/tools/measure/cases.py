@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...config import OverlapConfig
+from ...group.slots import SLOTS
 from ...schedule.kinds import Kind
 from ...select.method import Pass
-from .models import MODELS, TINY
+from .models import MODELS
 
 # By the names of operators in records: what a forward pass does.
 OPERATORS = {
@@ -19,7 +21,6 @@ OPERATORS = {
 }
 OPS, EXCHANGES = ("ag_gemm", "gemm_rs"), ("gemm_a2a", "a2a_gemm")
 PASSES = ("fprop", "dgrad")
-PUBLISHED = tuple(name for name in MODELS if name != TINY)
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,12 @@ class Case:
         return 2 * self.m * self.n * self.k / world
 
     def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
-        """Bytes of what one rank receives: M rows of the features that are sent, of all of them or of a rank's part."""
-        features = self.k if OPERATORS[self.op].receives else self.n
-        return self.m * features * dtype.itemsize // (world if self.op in EXCHANGES else 1)
+        """Bytes of what one rank receives: M rows of the features that are sent. Of an exchange a rank's part of them, and of a
+        long one the first part of the rows."""
+        received = self.m * (self.k if OPERATORS[self.op].receives else self.n) * dtype.itemsize
+        return (
+            min(received // world, (OverlapConfig().exchange_mib << 20) // SLOTS) if self.kind.exchanges else received
+        )
 
     def planned(self, world: int, dtype: torch.dtype) -> Pass:
         """What one rank multiplies, as the choice of a method sees it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,11 +81,6 @@ def versions() -> dict[str, str]:
         if driver.exists():
             found["driver"] = driver.read_text().splitlines()[0]
     return found | {name: version for name in _PACKAGES.split() if (version := installed(name)) is not None}
-
-
-def plain(keys: Mapping[str, str]) -> Columns:
-    """Columns that show a row's values as they are: key by heading. A key that a row lacks is None."""
-    return tuple((heading, lambda row, key=key: row.get(key)) for heading, key in keys.items())
 
 
 def cell(value: Any) -> str:

@@ -40,7 +40,6 @@ from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
 
 Run = Callable[[Any], Any]  # from one of the input sets to what it computes
-Normal = Callable[..., torch.Tensor]
 Check = Callable[[str, Any], None]  # of what one of them computed, by name; raises
 
 
@@ -80,32 +79,27 @@ class Operands:
     whole: torch.Tensor
 
 
-def normals(world: World, dtype: torch.dtype, seed: int) -> tuple[Normal, Normal]:
-    """Normal random numbers by shape, others for each seed: this rank's own, and those that all ranks share."""
-    own = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
-    shared = torch.Generator(world.device).manual_seed(1000 * seed + 999)
-
-    def normal(generator: torch.Generator, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, device=world.device, generator=generator)
-
-    return partial(normal, own), partial(normal, shared)
+def normal(world: World, dtype: torch.dtype, seed: int, shared: bool = False) -> Callable[..., torch.Tensor]:
+    """A maker of normal random numbers by shape, others for each seed and rank. shared: the same on all ranks."""
+    generator = torch.Generator(world.device).manual_seed(1000 * seed + (999 if shared else world.rank))
+    return partial(torch.randn, dtype=dtype, device=world.device, generator=generator)
 
 
 def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
     """Random matrices. Collective."""
-    normal, shared = normals(world, dtype, seed)
+    own = normal(world, dtype, seed)
     m, n, k, ranks = case.m, case.n, case.k, world.size
     if case.kind.exchanges:
-        weight = shared(n, k)
+        weight = normal(world, dtype, seed, shared=True)(n, k)
     else:
-        weight = normal(n // ranks, k) if case.op == "ag_gemm" else normal(n, k // ranks)
+        weight = own(n // ranks, k) if case.op == "ag_gemm" else own(n, k // ranks)
     right = weight.t() if case.pass_ == "fprop" else weight
     if case.kind.reduces:
-        return Operands(normal(m, len(right)), right, normal(m, right.shape[1]))
+        return Operands(own(m, len(right)), right, own(m, right.shape[1]))
     if case.kind.sums_blocks:
-        left = normal(m, len(right) // ranks)
+        left = own(m, len(right) // ranks)
         return Operands(left, right, side_by_side(ranks, world.exchange(left)))
-    left = normal(m // ranks, len(right))
+    left = own(m // ranks, len(right))
     return Operands(left, right, world.gather(left))
 
 
