@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -30,12 +29,11 @@ from ..measure.runs import Inputs, Run, Session, normal
 from ..measure.world import World
 from . import transformer_engine
 from .async_tp import AsyncColumn, AsyncRow
+from .transformer_engine import Linear, Maker
 from .turns import Contest
 
 Tensors = Sequence[torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
-Linear = Callable[[torch.Tensor], torch.Tensor]
-Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of the data
 NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
 COLUMNS = ("megatron", "async_tp", "te", "gemms", "te_userbuffers")
 MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
@@ -107,29 +105,16 @@ def contests(layers: Sequence[str], sequences: Sequence[int], session: Session) 
         (n1, _), (_, k2) = LAYERS[layer]
         for what, size in (*(("--seq", sequence) for sequence in sequences), (layer, n1), (layer, k2)):
             check_divisible(what, size, session.world.size)
-    features = max(max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer in layers)
-    session.domain([max(sequences) * features * session.dtype.itemsize])
+    features = {layer: (LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer in layers}  # of x, of z
+    session.domain([max(sequences) * max(map(max, features.values())) * session.dtype.itemsize])
     for layer, sequence in product(layers, sequences):
-        with te_linears(layer, sequence, session) as makers:
-            yield contest_of(layer, sequence, makers, session)
-
-
-@contextmanager
-def te_linears(layer: str, sequence: int, session: Session) -> Iterator[dict[str, Maker]]:
-    """TransformerEngine's linears where it is importable, with userbuffers where these can be made for the layer. Collective."""
-    if (te := transformer_engine.load(session)) is None:
-        yield {}
-        return
-    world, ((_, k1), (n2, _)) = session.world, LAYERS[layer]
-    with transformer_engine.userbuffers(te, sequence, (k1, n2), world, session.dtype) as problem:
-        if problem is not None:
-            session.results.note(f"{layer} s={sequence}: te_userbuffers: {problem}", failure=False)
-        names = ("te", *transformer_engine.USERBUFFERS) if problem is None else ("te",)
-        yield {name: partial(transformer_engine.linears, te, world, name) for name in names}
+        title = f"{layer} s={sequence}"
+        with transformer_engine.linears(title, sequence, features[layer], session) as makers:
+            yield contest_of(title, layer, sequence, makers, session)
 
 
 @torch.no_grad()
-def contest_of(layer: str, sequence: int, makers: dict[str, Maker], session: Session) -> Contest:
+def contest_of(title: str, layer: str, sequence: int, makers: dict[str, Maker], session: Session) -> Contest:
     """All methods and baselines of one layer. makers: TransformerEngine's. Collective."""
     world = session.world
     data, decoy = (Data.make(layer, sequence, world, session.dtype, seed) for seed in (0, 99))
@@ -143,7 +128,7 @@ def contest_of(layer: str, sequence: int, makers: dict[str, Maker], session: Ses
     baselines["gemms"] = lambda data: products(data, *wholes(data), torch.mm, torch.mm)  # without communication
     head = {"layer": layer, "world": world.size, "seq": sequence}
     flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
-    return Contest(f"{layer} s={sequence}", head, flops, inputs, ours, baselines, COLUMNS)
+    return Contest(title, head, flops, inputs, ours, baselines, COLUMNS)
 
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> tuple[Linear, Linear]:

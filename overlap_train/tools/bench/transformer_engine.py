@@ -33,6 +33,7 @@ LIMIT_S = (
 )
 Flags = dict[str, Any]
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Maker = Callable[[Any], tuple[Linear, Linear]]  # of a column and a row linear, with the weights of a layer's data
 USERBUFFERS = ("te_default", "te_ring")
 _ROW: Flags = {"ub_overlap_ag": True, "ub_overlap_rs": True}
 # What the column and the row linear are told
@@ -49,13 +50,27 @@ _FLAGS: dict[str, tuple[Flags, Flags]] = {
 }
 
 
-def load(session: Session) -> Any:
-    """`transformer_engine.pytorch`; None on all ranks, with a note, where it cannot be imported on one of them. Collective."""
-    problem = session.world.attempt(_module)
-    if problem is None:
-        return _module()
-    session.results.note(f"te: {problem}", failure=False)  # the same words for each layer: notes are printed once
-    return None
+@contextmanager
+def linears(title: str, sequence: int, features: tuple[int, int], session: Session) -> Iterator[dict[str, Maker]]:
+    """Makers of linears for one layer, by name: none where it cannot be imported, one where there can be no userbuffers, each with a
+    note. Userbuffers go at the end, while GPUs are idle, as peers map them. What takes too long within ends this process, as
+    userbuffers wait in C++; torchrun then ends the others. Collective."""
+    world = session.world
+    if problem := world.attempt(_module):
+        session.results.note(f"te: {problem}", failure=False)  # the same words for each layer: notes are printed once
+        yield {}
+        return
+    te = _module()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
+    problem = world.attempt(partial(_initialise, te, sequence, features, world.size, session.dtype))
+    if problem:
+        session.results.note(f"{title}: te_userbuffers: {problem}", failure=False)
+    yield {name: partial(_linears, te, world, name) for name in ("te", *(() if problem else USERBUFFERS))}
+    gc.collect()  # whoever outlives the others would close the communicator of the next layer
+    _idle(world)
+    te.destroy_ub()
+    _idle(world)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _module() -> Any:
@@ -66,21 +81,6 @@ def _module() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("transformer_engine.pytorch")
-
-
-@contextmanager
-def userbuffers(
-    te: Any, sequence: int, features: tuple[int, int], world: World, dtype: torch.dtype
-) -> Iterator[str | None]:
-    """Buffers for one layer, given back at the end; yields what went wrong, or None. GPUs are idle when buffers go, as peers map
-    them. What takes too long within ends this process, as userbuffers wait in C++; torchrun then ends the others. Collective."""
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
-    yield world.attempt(partial(_initialise, te, sequence, features, world.size, dtype))
-    gc.collect()  # whoever outlives the others would close the communicator of the next layer
-    _idle(world)
-    te.destroy_ub()
-    _idle(world)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _initialise(te: Any, sequence: int, features: tuple[int, int], ranks: int, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ def _idle(world: World) -> None:
     world.synchronize()
 
 
-def linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear]:
+def _linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear]:
     """A column linear on data.w1 [N1/W, K1] and a row linear on data.w2 [N2, K2/W], with sequence parallelism and no bias."""
     (n1, k1), (n2, k2), of_column, of_row = data.w1.shape, data.w2.shape, *_FLAGS[name]
     common: Flags = dict(

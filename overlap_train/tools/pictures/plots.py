@@ -71,7 +71,8 @@ def draw_operators(record: Record, path: Path) -> Path:
         f"Operators: speed-up over NCCL + cuBLAS, {machine_of(record)}",
         "Higher is better. Line: perfect overlap, the longer of cuBLAS GEMM and NCCL alone (a faster GEMM passes it).",
     )
-    return bars({title: _speed_ups(some) for title, some in panels.items()}, header, SPEED_UP, path)
+    drawn = {title: _bars(some, "sequence_ms", ("async_tp",), is_speed_up=True) for title, some in panels.items()}
+    return bars(drawn, header, SPEED_UP, path)
 
 
 def draw_layers(record: Record, path: Path) -> Path:
@@ -83,27 +84,18 @@ def draw_layers(record: Record, path: Path) -> Path:
         f"Layers: forward and backward over their six GEMMs alone, {machine_of(record)}",
         "Lower is better. Line: the GEMMs alone; out of reach where copies take longer than the GEMMs that hide them.",
     )
-    return bars({title: _over_gemms(some) for title, some in panels.items()}, header, OVER_GEMMS, path)
+    drawn = {title: _bars(some, "gemms_ms", RIVALS, is_speed_up=False) for title, some in panels.items()}
+    return bars(drawn, header, OVER_GEMMS, path)
 
 
-def _speed_ups(rows: Sequence[Row]) -> list[Bar]:
-    """Of one case: each method, and async-TP where it ran."""
-    times, sequence_ms = _times(rows, ("async_tp",)), rows[0]["sequence_ms"]
-    return _bars({name: sequence_ms / ms for name, ms in times.items()}, rows[0].get("bound"))
-
-
-def _over_gemms(rows: Sequence[Row]) -> list[Bar]:
-    """Of one layer: each method, and the other programs that ran."""
-    return _bars({name: ms / rows[0]["gemms_ms"] for name, ms in _times(rows, RIVALS).items()}, bound=1.0)
-
-
-def _times(rows: Sequence[Row], rivals: Sequence[str]) -> dict[str, float]:
-    times = {name: rows[0].get(f"{name}_ms") for name in rivals} | {row["method"]: row["ms"] for row in rows}
-    return {name: ms for name, ms in times.items() if ms is not None}
-
-
-def _bars(values: dict[str, float], bound: float | None) -> list[Bar]:
-    return [Bar(look_of(name).label, name, values[name], f"{values[name]:.2f}", bound) for name in in_order(values)]
+def _bars(rows: Sequence[Row], over: str, rivals: Sequence[str], is_speed_up: bool) -> list[Bar]:
+    """Of one case: each method, and the rivals that ran. The ratio of their times to what is named, or the inverse."""
+    first = rows[0]
+    times = {name: first.get(f"{name}_ms") for name in rivals} | {row["method"]: row["ms"] for row in rows}
+    ratios = {name: ms / first[over] for name, ms in times.items() if ms is not None}
+    values = {name: 1 / ratios[name] if is_speed_up else ratios[name] for name in in_order(ratios)}
+    bound = first.get("bound", 1.0)
+    return [Bar(look_of(name).label, name, value, f"{value:.2f}", bound) for name, value in values.items()]
 
 
 def weight_name(n: int, k: int) -> str:
