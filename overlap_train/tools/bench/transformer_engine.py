@@ -52,9 +52,11 @@ _FLAGS: dict[str, tuple[Flags, Flags]] = {
 
 @contextmanager
 def linears(title: str, sequence: int, features: tuple[int, int], session: Session) -> Iterator[dict[str, Maker]]:
-    """Makers of linears for one layer, by name: none where it cannot be imported, one where there can be no userbuffers, each with a
-    note. Userbuffers go at the end, while GPUs are idle, as peers map them. What takes too long within ends this process, as
-    userbuffers wait in C++; torchrun then ends the others. Collective."""
+    """Makers of linears for one layer, by name. A note says why there are none, or none with userbuffers.
+
+    Userbuffers go at the end, while GPUs are idle, as peers map them. What takes too long ends this process, as userbuffers
+    wait in C++; torchrun then ends the others. Collective.
+    """
     world = session.world
     if problem := world.attempt(_module):
         session.results.note(f"te: {problem}", failure=False)  # the same words for each layer: notes are printed once

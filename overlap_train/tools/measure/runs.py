@@ -184,7 +184,7 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     return run
 
 
-def nodes_of(session: Session, asked: Sequence[str]) -> int:
+def nodes_of(session: Session, asked: Sequence[str] = ()) -> int:
     """How many nodes the ranks are on. Collective.
 
     Raises:
