@@ -4,7 +4,7 @@
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
 # Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only. Those with TransformerEngine
 # run where TE_ENV (default /tmp/te_site/env.sh) is a file to source that makes it importable; a step that only lacks it is left out.
-# WIRE: a rate (40gbit) at which the steps of two nodes keep loopback; needs root (lent/steady_wire.sh).
+# WIRE: a rate (40gbit) at which the step of two nodes keeps loopback; needs root (lent/steady_wire.sh).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -75,16 +75,12 @@ step small_m 30 -m overlap_train bench operators --rows 128 256 512 1024 --metho
 step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 \
   --shapes llama3-8b --methods auto,fused,direct --out "$out/ragged"
 step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
-te_step ulysses_te 180 -m overlap_train bench ulysses --what blocks --seq 8192 32768 --methods collective,fused,direct,chunked \
-  --out "$out/ulysses_te"
 # Ranks of this machine as two nodes: NCCL over sockets between them.
 half=$((gpus / 2))
 [ -z "${WIRE-}" ] || with=(benchmarks/lent/steady_wire.sh "$WIRE")
 [ "$half" -eq 0 ] || step hierarchical 120 -m overlap_train bench hierarchical --node-ranks "$half" --methods auto,collective --out "$out/hierarchical"
-[ "$half" -eq 0 ] || step timeline_nodes 20 -m overlap_train bench timeline --what nodes --node-ranks "$half" --out "$out/hierarchical"
 with=()
 step timeline 15 -m overlap_train bench timeline --out "$out"
-step timeline_ulysses 20 -m overlap_train bench timeline --what ulysses --out "$out/ulysses"
 # shellcheck disable=SC2086
 step mfu 150 $mfu $big --global-batch-size 4 --quick --variants "$variants" --out "$out/mfu"
 # shellcheck disable=SC2086
@@ -108,7 +104,7 @@ step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-step
   --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
   --variants "$te" --out "$out/mfu_te"
-for folder in "$out" "$out/small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/ulysses_te"; do
+for folder in "$out" "$out/small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

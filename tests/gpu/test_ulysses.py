@@ -22,8 +22,8 @@ from overlap_train import (
     linear_all_to_all,
     qkv_all_to_all,
 )
-from overlap_train.tools.bench.attention import core_attention, rotated, split
 from overlap_train.ulysses.attention_layout import HeadNorm, pack, unpack
+from tests.attention_reference import core_attention, rotated, split
 from tests.linear_cases import OPERATORS, Case, cut_into
 
 HIDDEN, QUERY, DIM = 1024, 8, 128

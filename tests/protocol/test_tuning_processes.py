@@ -25,7 +25,7 @@ from overlap_train.schedule.kinds import Kind
 from overlap_train.select.method import Method, Pass
 from overlap_train.select.table import Winner, key_of, path_of, read, save
 from overlap_train.tools.measure.results import Results
-from overlap_train.tools.measure.runs import Session, Settings
+from overlap_train.tools.measure.runs import Session
 from overlap_train.tools.measure.world import World
 from overlap_train.tools.tune.candidates import model_cases, one_a_bucket, tune_case
 from overlap_train.tools.tune.command import keep
@@ -139,9 +139,8 @@ def _tune(rank: int, world: int, folder: str) -> list[str]:
         methods["chunked"], methods["fused"] = slow(methods["chunked"]), broken  # type: ignore[index]
     here = World(dist.group.WORLD, CPU, rank, world)
     config = OverlapConfig(timeout_s=30.0, tuning_dir=folder)
-    settings = Settings(("chunked", "fused"), torch.float32, True, config)
     results = Results()
-    session = Session(settings, here, results)
+    session = Session(("chunked", "fused"), torch.float32, True, config, here, results)
     domain = session.domain([M * INSIDE * 4])
     for case in one_a_bucket(model_cases("tiny", [M], world), world):
         keep(folder, key_of(CPU, world), tune_case(case, domain, session), here)

@@ -12,10 +12,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,43 +24,19 @@ import torch.distributed as dist
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
 from ..measure.cases import LAYERS, check_divisible
-from ..measure.check import check, product_reference, scatter_reference
-from ..measure.runs import Inputs, Run, Session
+from ..measure.check import check
+from ..measure.runs import Inputs, Run, Session, normal
 from ..measure.world import World
 from . import transformer_engine
 from .async_tp import AsyncColumn, AsyncRow
-from .turns import Contest, Way, Ways
+from .transformer_engine import Linear, Maker
+from .turns import Contest
 
 Tensors = Sequence[torch.Tensor]
 Outcome = tuple[torch.Tensor, ...]  # y, z, dx, dw1, dh, dw2
-Linear = Callable[[torch.Tensor], torch.Tensor]
-Maker = Callable[["Data"], tuple[Linear, Linear]]  # linears with the weights of the data
 NAMES = ("y", "z", "dx", "dw1", "dh", "dw2")
 COLUMNS = ("megatron", "async_tp", "te", "gemms", "te_userbuffers")
 MEGATRON_LINEARS = "overlap_train.integrations.megatron.bench_baseline"
-
-# (layer, sequence): the rows of the table of goals first
-DEFAULT_LAYERS = (
-    ("llama3-8b-mlp", 8192), ("llama3-70b-mlp", 8192), ("llama3-8b-mlp", 4096),
-    ("llama3-8b-attn", 8192), ("llama3-70b-attn", 8192), ("qwen3-32b-mlp", 8192),
-)  # fmt: skip
-
-
-def layer_cases(names: Sequence[str], sequences: Sequence[int], world: int) -> list[tuple[str, int]]:
-    """(layer, sequence) pairs; neither given: the defaults, only sequences given: every default layer with each.
-
-    Raises:
-        ValueError: a size cannot be sharded over the ranks.
-    """
-    pairs = list(DEFAULT_LAYERS)
-    if names or sequences:
-        names = names or list(dict.fromkeys(name for name, _ in DEFAULT_LAYERS))
-        pairs = [(name, sequence) for name in names for sequence in sequences or [8192]]
-    for name, sequence in pairs:
-        (n1, _), (_, k2) = LAYERS[name]
-        for what, size in (("--seq", sequence), (f"{name}: features", n1), (f"{name}: features", k2)):
-            check_divisible(what, size, world)
-    return pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +52,9 @@ class Data:
 
     @classmethod
     def make(cls, layer: str, sequence: int, world: World, dtype: torch.dtype, seed: int) -> Data:
-        generator, w = torch.Generator(world.device).manual_seed(1000 * seed + world.rank), world.size
-        (n1, k1), (n2, k2), s = *LAYERS[layer], sequence
+        (n1, k1), (n2, k2), s, w = *LAYERS[layer], sequence, world.size
         shapes = ((s // w, k1), (n1 // w, k1), (s, n1 // w), (s, k2 // w), (n2, k2 // w), (s // w, n2))
-        x, w1, dy, h, w2, dz = (torch.randn(*n, dtype=dtype, device=world.device, generator=generator) for n in shapes)
+        x, w1, dy, h, w2, dz = map(normal(world, dtype, seed), shapes)
         return cls(x.requires_grad_(), torch.nn.Parameter(w1), dy, h.requires_grad_(), torch.nn.Parameter(w2), dz)
 
 
@@ -88,6 +63,12 @@ def gradients(outputs: Tensors, leaves: Tensors, given: Tensors) -> Outcome:
     thread, which takes 0.3 ms, once a step and not once a layer."""
     with torch.autograd.set_multithreading_enabled(False):
         return (*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, given))
+
+
+def check_parts(expected: Tensors, name: str, found: Tensors) -> None:
+    """Check outputs and gradients one after the other."""
+    for part, ours, theirs in zip(NAMES, found, expected, strict=True):
+        check(f"{name}: {part}", ours, theirs)
 
 
 def forward_backward(make: Maker) -> Run:
@@ -114,48 +95,40 @@ def products(data: Data, whole_x: Any, whole_dz: Any, mm: Callable[..., Any], su
     ]
 
 
+def contests(layers: Sequence[str], sequences: Sequence[int], session: Session) -> Iterator[Contest]:
+    """Every layer with every length, one after the other. Collective.
+
+    Raises:
+        ValueError: a size cannot be sharded over the ranks.
+    """
+    for layer in layers:
+        (n1, _), (_, k2) = LAYERS[layer]
+        for what, size in (*(("--seq", sequence) for sequence in sequences), (layer, n1), (layer, k2)):
+            check_divisible(what, size, session.world.size)
+    features = {layer: (LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer in layers}  # of x, of z
+    session.domain([max(sequences) * max(map(max, features.values())) * session.dtype.itemsize])
+    for layer, sequence in product(layers, sequences):
+        title = f"{layer} s={sequence}"
+        with transformer_engine.linears(title, sequence, features[layer], session) as makers:
+            yield contest_of(title, layer, sequence, makers, session)
+
+
 @torch.no_grad()
-def contest_of(layer: str, sequence: int, makers: Mapping[str, Maker], session: Session) -> Contest:
-    """All methods and baselines of one layer. Collective."""
-    world, methods = session.world, session.settings.methods
-    data, decoy = (Data.make(layer, sequence, world, session.settings.dtype, seed) for seed in (0, 99))
+def contest_of(title: str, layer: str, sequence: int, makers: dict[str, Maker], session: Session) -> Contest:
+    """All methods and baselines of one layer. makers: TransformerEngine's. Collective."""
+    world = session.world
+    data, decoy = (Data.make(layer, sequence, world, session.dtype, seed) for seed in (0, 99))
     wholes = cache(lambda data: (world.gather(data.x.detach()), world.gather(data.dz)))
-    references = products(data, *wholes(data), product_reference, partial(scatter_reference, world=world))
-
-    def check_all(name: str, outcome: Outcome) -> None:
-        for part, result, reference in zip(NAMES, outcome, references, strict=True):
-            check(f"{name}: {part}", result, reference)
-
-    ways = {name: Way(forward_backward(make), name if name in methods else "") for name, make in makers.items()}
-    ways["gemms"] = Way(lambda data: products(data, *wholes(data), torch.mm, torch.mm))  # without communication
+    expected = products(data, *wholes(data), torch.mm, lambda a, b: world.scatter(torch.mm(a, b).float()))
+    inputs = Inputs([data], decoy, partial(check_parts, expected))
+    configs = {method: replace(session.config, method=method) for method in session.methods}
+    ours = {method: forward_backward(partial(overlapped, config, world.group)) for method, config in configs.items()}
+    makers = {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world), **makers}
+    baselines = {name: forward_backward(make) for name, make in makers.items()}
+    baselines["gemms"] = lambda data: products(data, *wholes(data), torch.mm, torch.mm)  # without communication
     head = {"layer": layer, "world": world.size, "seq": sequence}
     flops = 6 * sequence * sum(n * k for n, k in LAYERS[layer]) / world.size  # of six GEMMs
-    te, inputs = partial(te_ways, layer, sequence, session), Inputs([data], decoy, check_all)
-    return Contest(f"{layer} s={sequence}", head, flops, inputs, ways, COLUMNS, te, graph=True)
-
-
-def contests(layers: Sequence[tuple[str, int]], session: Session) -> Iterator[Contest]:
-    """Every layer, one after the other. Collective."""
-    world, settings = session.world, session.settings
-    makers: dict[str, Maker] = {
-        method: partial(overlapped, replace(settings.config, method=method), world.group) for method in settings.methods
-    }
-    makers |= {"megatron": partial(megatron, world), "async_tp": partial(async_tp, world)}
-    elements = max(sequence * max(LAYERS[layer][0][1], LAYERS[layer][1][0]) for layer, sequence in layers)
-    session.domain([elements * settings.dtype.itemsize])
-    for layer, sequence in layers:
-        yield contest_of(layer, sequence, makers, session)
-
-
-@contextmanager
-def te_ways(layer: str, sequence: int, session: Session, te: Any) -> Iterator[Ways]:
-    """TransformerEngine's linears, with userbuffers where these can be made for the layer. Collective."""
-    world, ((_, k1), (n2, _)) = session.world, LAYERS[layer]
-    with transformer_engine.userbuffers(te, sequence, (k1, n2), world, session.settings.dtype) as problem:
-        if problem is not None:
-            session.results.note(f"{layer} s={sequence}: te_userbuffers: {problem}", failure=False)
-        names = ("te", *transformer_engine.USERBUFFERS) if problem is None else ("te",)
-        yield {name: Way(forward_backward(partial(transformer_engine.linears, te, world, name))) for name in names}
+    return Contest(title, head, flops, inputs, ours, baselines, COLUMNS)
 
 
 def overlapped(config: OverlapConfig, group: dist.ProcessGroup, data: Data) -> tuple[Linear, Linear]:

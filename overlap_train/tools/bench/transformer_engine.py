@@ -1,9 +1,9 @@
-"""TransformerEngine as a baseline, where it is importable. What goes wrong in it is a note, and it has a time limit.
+"""TransformerEngine's linears as a baseline of layers, where it is importable. What goes wrong in it is a note, and it has a time
+limit.
 
-    te          of layers: its linears, NCCL, nothing overlapped; of Ulysses blocks: its attention with its own exchanges
+    te          NCCL, nothing overlapped
     te_default  userbuffers as they come: gathers by ring exchange, the forward scatter in a pipeline, the backward's in bulk
     te_ring     userbuffers with every scatter by ring exchange, too
-    te_alone    its attention of this rank's heads and all rows, without exchanges
 
 A process has one set of userbuffers, of one shape [s, hidden], with a communicator for each product of a transformer. So one set
 has both configurations: linears called fc1 and fc2 run by default, qkv and proj by ring exchange.
@@ -25,15 +25,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...ulysses.layout import AttentionHeads
 from ..measure.runs import Session
 from ..measure.world import World
 
-LIMIT_S = 240.0  # beside what timing takes: it compiles its own code at its first call, which takes up to a minute
+LIMIT_S = (
+    300.0  # of a layer, with all others that are timed: it compiles its own code at its first call, in up to a minute
+)
 Flags = dict[str, Any]
 Linear = Callable[[torch.Tensor], torch.Tensor]
+Maker = Callable[[Any], tuple[Linear, Linear]]  # of a column and a row linear, with the weights of a layer's data
 USERBUFFERS = ("te_default", "te_ring")
-NAMES = ("te", *USERBUFFERS, "te_alone")
 _ROW: Flags = {"ub_overlap_ag": True, "ub_overlap_rs": True}
 # What the column and the row linear are told
 _FLAGS: dict[str, tuple[Flags, Flags]] = {
@@ -49,13 +50,29 @@ _FLAGS: dict[str, tuple[Flags, Flags]] = {
 }
 
 
-def load(session: Session) -> Any:
-    """`transformer_engine.pytorch`; None on all ranks, with a note, where it cannot be imported on one of them. Collective."""
-    problem = session.world.attempt(_module)
-    if problem is None:
-        return _module()
-    session.results.note(f"te: {problem}", failure=False)  # the same words for each layer: notes are printed once
-    return None
+@contextmanager
+def linears(title: str, sequence: int, features: tuple[int, int], session: Session) -> Iterator[dict[str, Maker]]:
+    """Makers of linears for one layer, by name. A note says why there are none, or none with userbuffers.
+
+    Userbuffers go at the end, while GPUs are idle, as peers map them. What takes too long ends this process, as userbuffers
+    wait in C++; torchrun then ends the others. Collective.
+    """
+    world = session.world
+    if problem := world.attempt(_module):
+        session.results.note(f"te: {problem}", failure=False)  # the same words for each layer: notes are printed once
+        yield {}
+        return
+    te = _module()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
+    problem = world.attempt(partial(_initialise, te, sequence, features, world.size, session.dtype))
+    if problem:
+        session.results.note(f"{title}: te_userbuffers: {problem}", failure=False)
+    yield {name: partial(_linears, te, world, name) for name in ("te", *(() if problem else USERBUFFERS))}
+    gc.collect()  # whoever outlives the others would close the communicator of the next layer
+    _idle(world)
+    te.destroy_ub()
+    _idle(world)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _module() -> Any:
@@ -66,30 +83,6 @@ def _module() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module("transformer_engine.pytorch")
-
-
-@contextmanager
-def limited(without_s: float) -> Iterator[None]:
-    """End this process where the work within takes too long, as userbuffers wait in C++; torchrun then ends the other ranks.
-    without_s: what the same timing took without it."""
-    faulthandler.dump_traceback_later(LIMIT_S + 3 * without_s, exit=True, file=2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@contextmanager
-def userbuffers(
-    te: Any, sequence: int, features: tuple[int, int], world: World, dtype: torch.dtype
-) -> Iterator[str | None]:
-    """Buffers for one layer, given back at the end; yields what went wrong, or None. GPUs are idle when buffers go, as peers map
-    them. Collective."""
-    yield world.attempt(partial(_initialise, te, sequence, features, world.size, dtype))
-    gc.collect()  # whoever outlives the others would close the communicator of the next layer
-    _idle(world)
-    te.destroy_ub()
-    _idle(world)
 
 
 def _initialise(te: Any, sequence: int, features: tuple[int, int], ranks: int, dtype: torch.dtype) -> None:
@@ -109,7 +102,7 @@ def _idle(world: World) -> None:
     world.synchronize()
 
 
-def linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear]:
+def _linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear]:
     """A column linear on data.w1 [N1/W, K1] and a row linear on data.w2 [N2, K2/W], with sequence parallelism and no bias."""
     (n1, k1), (n2, k2), of_column, of_row = data.w1.shape, data.w2.shape, *_FLAGS[name]
     common: Flags = dict(
@@ -120,13 +113,3 @@ def linears(te: Any, world: World, name: str, data: Any) -> tuple[Linear, Linear
     row = te.Linear(k2 * world.size, n2, parallel_mode="row", **common, **of_row)
     column.weight, row.weight = data.w1, data.w2
     return column, row
-
-
-def attention(te: Any, heads: AttentionHeads, world: World | None = None) -> Any:
-    """Causal attention of q, k, v [s, b, heads, dim]; with `world` it exchanges what each rank has of the sequence, a zigzag."""
-    told: Flags = dict(attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal")
-    made = te.DotProductAttention(heads.query, heads.dim, num_gqa_groups=heads.kv, **told)
-    if world is not None:
-        stream = torch.cuda.Stream() if world.device.type == "cuda" else None  # where it reorders what has arrived
-        made.set_context_parallel_group(world.group, dist.get_process_group_ranks(world.group), stream, "a2a")
-    return made

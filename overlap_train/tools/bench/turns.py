@@ -3,95 +3,61 @@ ours has a row."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from operator import itemgetter
 
-import torch
-
-from ...group.registry import forget_graphs, graphed
-from ..measure.results import Results, Row, markdown, plain, screen
-from ..measure.runs import Check, Inputs, Run, Session, problem_of
-from ..measure.timing import Call
+from ..measure.results import Results, Row, markdown, screen
+from ..measure.runs import Inputs, Run, Session, problem_of
 from ..measure.world import World
-from . import transformer_engine
+from .transformer_engine import USERBUFFERS
 
-AUTO, GRAPH = "auto", "auto_graph"
-TIMED_ONLY = ("gemm", "comm", "gemms", "alone")  # baselines that give no result
+TIMED_ONLY = ("gemm", "comm", "gemms")  # baselines that give no result
 NEEDED = {*TIMED_ONLY, "sequence"}  # there is no row without those of its case
-RIVALS = ("megatron", "async_tp", *transformer_engine.NAMES)  # other programs: what goes wrong in them is only a note
+RIVALS = ("megatron", "async_tp", "te", *USERBUFFERS)  # other programs: what goes wrong in them is only a note
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to do the work. method: of ours, as its row names it; told: what its row adds. check: if not that of the inputs."""
-
-    run: Run
-    method: str = ""
-    told: Row = field(default_factory=dict)
-    check: Check | None = None
-
-
-Ways = dict[str, Way]
+Runs = dict[str, Run]
 
 
 @dataclass(frozen=True)
 class Contest:
-    """One case with all that do its work.
+    """One case with all that do its work: our methods, and baselines.
 
-    title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row. te: what makes
-    TransformerEngine's ways, if it has the work. graph: with `auto` captured.
+    title: in notes. head: what names it in the record. flops: of one rank. columns: the baselines of each row.
     """
 
     title: str
     head: Row
     flops: float
     inputs: Inputs
-    ways: Ways
+    ours: Runs
+    baselines: Runs
     columns: tuple[str, ...]
-    te: Callable[[Any], AbstractContextManager[Ways]] | None = None
-    graph: bool = False
 
 
 def run(contest: Contest, session: Session) -> None:
-    """Check and time all; the rows are saved. TransformerEngine, which may hang, takes part in a second run. Collective."""
-    ways = dict(contest.ways)
-    calls = correct(contest, ways, session)
-    if not calls.keys() >= NEEDED & ways.keys():
-        return
-    if contest.graph and AUTO in calls and session.world.device.type == "cuda":
-        replay, problem = session.world.result_of(partial(captured, calls[AUTO], session.world))
-        if replay is None or problem is not None:  # replays where it worked would wait for the other ranks
-            note(f"{contest.title}: {GRAPH}: {problem}", session, failure=True)
-        else:
-            ways[GRAPH] = Way(replay, GRAPH)
-            calls |= correct(contest, {GRAPH: ways[GRAPH]}, session)
-    began = time.monotonic()
-    rows = take_turns(contest, ways, calls, session)
-    session.results.add(rows)
-    took = time.monotonic() - began
-    if rows and contest.te and (te := transformer_engine.load(session)):
-        with transformer_engine.limited(took), contest.te(te) as others:
-            calls |= correct(contest, others, session)
-            session.results.revise(take_turns(contest, ways, calls, session))
-    if contest.graph:
-        forget_graphs(session.world.group)
-
-
-def correct(contest: Contest, ways: Ways, session: Session) -> dict[str, Call]:
-    """The calls of those that give the right result on every rank; notes about the others. Collective."""
-    found = {}
-    for name, way in ways.items():
-        check = None if name in TIMED_ONLY else way.check or contest.inputs.check
-        problem = problem_of(name, way.run, contest.inputs, session.world, check)
+    """Check all, time those that give the right result on every rank, and save a row for each method of ours. Collective."""
+    calls = {}
+    for name, work in (contest.ours | contest.baselines).items():
+        check = None if name in TIMED_ONLY else contest.inputs.check
+        problem = problem_of(name, work, contest.inputs, session.world, check)
         if problem is None:
-            found[name] = contest.inputs.call(way.run)
+            calls[name] = contest.inputs.call(work)
         else:
             note(f"{contest.title}: {name}: {problem}", session, failure=name not in RIVALS)
-    return found
+    if not calls.keys() >= NEEDED & contest.baselines.keys():
+        return
+    timings = session.time(calls, contest.flops)
+    ms = {name: timing.ms for name, timing in timings.items()}
+    if userbuffers := [ms[name] for name in USERBUFFERS if name in ms]:
+        ms["te_userbuffers"] = min(userbuffers)
+    columns = {f"{name}_ms": ms.get(name) for name in contest.columns}
+    if "comm" in ms:
+        columns["bound"] = ms["sequence"] / max(ms["gemm"], ms["comm"])
+    ours = [name for name in contest.ours if name in timings]
+    session.world.say(f"{contest.title}: " + ", ".join(f"{name} {ms[name]:.3f} ms" for name in ours))
+    of_methods = [{"method": name, "ms": ms[name], "host_us": timings[name].host_us} for name in ours]
+    session.results.add([contest.head | of_method | columns for of_method in of_methods])
 
 
 def note(text: str, session: Session, failure: bool) -> None:
@@ -101,51 +67,14 @@ def note(text: str, session: Session, failure: bool) -> None:
         session.world.say(session.results.notes[-1])
 
 
-def take_turns(contest: Contest, ways: Ways, calls: Mapping[str, Call], session: Session) -> list[Row]:
-    """Time all calls; a row for each method of ours."""
-    timings = session.time(calls, contest.flops)
-    ms: dict[str, float | None] = {name: timing.ms for name, timing in timings.items()}
-    userbuffers = [timings[name].ms for name in transformer_engine.USERBUFFERS if name in timings]
-    ms["te_userbuffers"] = min(userbuffers, default=None)
-    baselines = {f"{name}_ms": ms.get(name) for name in contest.columns}
-    if "comm" in timings:
-        baselines["bound"] = timings["sequence"].ms / max(timings["gemm"].ms, timings["comm"].ms)
-    ours = {name: way for name, way in ways.items() if way.method and name in timings}
-    session.world.say(f"{contest.title}: " + ", ".join(f"{name} {timings[name].ms:.3f} ms" for name in ours))
-    return [
-        contest.head
-        | {"method": way.method, "ms": timings[name].ms, "host_us": timings[name].host_us}
-        | baselines
-        | way.told
-        for name, way in ours.items()
-    ]
-
-
-def captured(call: Call, world: World) -> Run:
-    """A call that has run before as a CUDA graph, so that the host does not count; its replays return what it returned."""
-    call(0)
-    graph = torch.cuda.CUDAGraph()
-    # thread_local: NCCL's watchdog asks for events in a thread of its own, which a capture need not forbid.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"), graphed(world.group):
-        outcome = call(0)
-
-    def replay(inputs: object) -> object:
-        graph.replay()
-        return outcome
-
-    return replay
-
-
 HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
 RATIOS = {  # heading: what is divided by what
     "speed-up": ("sequence_ms", "ms"),
     "speed-up/bound": ("sequence_ms", "bound_ms"),
     "vs Megatron-Core": ("megatron_ms", "ms"),
     "vs async-TP": ("async_tp_ms", "ms"),
-    "vs TE": ("te_ms", "ms"),
     "vs TE userbuffers": ("te_userbuffers_ms", "ms"),
     "over GEMMs": ("ms", "gemms_ms"),
-    "over no exchange": ("ms", "alone_ms"),
 }
 
 
@@ -154,14 +83,15 @@ def shown(row: Row) -> Row:
     known = row | ({"bound_ms": row["bound"] * row["ms"]} if "bound" in row else {})
     pairs = {heading: (known.get(above), known.get(below)) for heading, (above, below) in RATIOS.items()}
     held = {key.removesuffix("_ms"): value for key, value in row.items() if key not in HIDDEN}
-    return held | {heading: above / below for heading, (above, below) in pairs.items() if above and below}
+    return held | {heading: above / below if above and below else None for heading, (above, below) in pairs.items()}
 
 
 def report(results: Results, world: World) -> None:
     """Write the Markdown beside the JSON and print the table, without columns that are empty; on rank 0."""
     if world.rank == 0:
         rows = [shown(row) for row in results.rows]
-        columns = plain({key: key for row in rows for key, value in row.items() if value is not None})
+        keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
+        columns = [(key, itemgetter(key)) for key in keys]
         if results.path is not None:
             results.path.with_suffix(".md").write_text(markdown(rows, results.notes, columns))
         print(screen(rows, results.notes, columns), flush=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from ...config import OverlapConfig
+from ...group.slots import SLOTS
 from ...schedule.kinds import Kind
 from ...select.method import Pass
-from .models import MODELS, TINY
+from .models import MODELS
 
 # By the names of operators in records: what a forward pass does.
 OPERATORS = {
@@ -20,8 +21,6 @@ OPERATORS = {
 }
 OPS, EXCHANGES = ("ag_gemm", "gemm_rs"), ("gemm_a2a", "a2a_gemm")
 PASSES = ("fprop", "dgrad")
-PUBLISHED = tuple(name for name in MODELS if name != TINY)
-WEIGHTS = tuple(name + part for part in ("", "-qkv", "-proj") for name in PUBLISHED)
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,12 @@ class Case:
         return 2 * self.m * self.n * self.k / world
 
     def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
-        """Bytes of what one rank receives: M rows of the features that are sent, of all of them or of a rank's part."""
-        features = self.k if OPERATORS[self.op].receives else self.n
-        return self.m * features * dtype.itemsize // (world if self.op in EXCHANGES else 1)
+        """Bytes of what one rank receives: M rows of the features that are sent. Of an exchange a rank's part of them, and of a
+        long one the first part of the rows."""
+        received = self.m * (self.k if OPERATORS[self.op].receives else self.n) * dtype.itemsize
+        return (
+            min(received // world, (OverlapConfig().exchange_mib << 20) // SLOTS) if self.kind.exchanges else received
+        )
 
     def planned(self, world: int, dtype: torch.dtype) -> Pass:
         """What one rank multiplies, as the choice of a method sees it."""
@@ -75,10 +77,9 @@ def check_divisible(what: str, size: int, world: int) -> None:
 
 
 def cases_of(
-    model: str, op: str, weight: tuple[int, int], m: int, world: int, what: str,
-    passes: Iterable[str] = PASSES, rows: str = "--seq",
-) -> list[Case]:  # fmt: skip
-    """Passes of a linear by its whole weight [N, K]. what, rows: the arguments that name the weight and M, for messages.
+    model: str, op: str, weight: tuple[int, int], m: int, world: int, what: str, rows: str = "--seq"
+) -> list[Case]:
+    """Both passes of a linear by its whole weight [N, K]. what, rows: the arguments that name the weight and M, for messages.
 
     Raises:
         ValueError: a size cannot be shared by the ranks.
@@ -86,15 +87,7 @@ def cases_of(
     n, k = weight
     check_divisible(rows, m, world)
     check_divisible(f"{what}: features", n if op in ("ag_gemm", "gemm_a2a") else k, world)
-    return [Case(model, op, pass_, m, n, k) for pass_ in passes]
-
-
-def weight_of(name: str) -> tuple[int, int]:
-    """(features inside, features outside) of `llama3-8b`: one product of its MLP; `-qkv`, `-proj`: its attention's linears."""
-    model = MODELS[name.removesuffix("-qkv").removesuffix("-proj")]
-    if name.endswith("-qkv"):
-        return model.linears["qkv"]
-    return model.linears["proj"][1] if name.endswith("-proj") else model.ffn_hidden_size, model.hidden_size
+    return [Case(model, op, pass_, m, n, k) for pass_ in PASSES]
 
 
 # Layer by name: the weights [N, K] of a column- and of a row-parallel linear, global sizes. What a model computes between the two

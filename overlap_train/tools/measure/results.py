@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,11 +38,6 @@ class Results:
         self.rows += rows
         if self.path is not None:
             write_json(self.path, self.rows, self.hardware)
-
-    def revise(self, rows: list[Row]) -> None:
-        """Replace the rows that were added last by as many that were measured again."""
-        self.rows = self.rows[: len(self.rows) - len(rows)]
-        self.add(rows)
 
     def note(self, text: str, failure: bool) -> None:
         """Add a note. failure: one of our own methods, or what all are compared with, went wrong."""
@@ -88,11 +83,6 @@ def versions() -> dict[str, str]:
     return found | {name: version for name in _PACKAGES.split() if (version := installed(name)) is not None}
 
 
-def plain(keys: Mapping[str, str]) -> Columns:
-    """Columns that show a row's values as they are: key by heading. A key that a row lacks is None."""
-    return tuple((heading, lambda row, key=key: row.get(key)) for heading, key in keys.items())
-
-
 def cell(value: Any) -> str:
     """A dash for None. Numbers have three digits after the point below 10, two above."""
     if value is None:
@@ -100,16 +90,16 @@ def cell(value: Any) -> str:
     return (f"{value:.3f}" if value < 10 else f"{value:.2f}") if isinstance(value, float) else str(value)
 
 
-def markdown(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
-    """The table, the lines of the summary, then the notes as a list."""
+def markdown(rows: list[Row], notes: Sequence[str], columns: Columns) -> str:
+    """The table, then the notes as a list."""
     heading, *body = _cells(rows, columns)
     text = "\n".join("| " + " | ".join(line) + " |" for line in (heading, ["---"] * len(heading), *body))
-    return "\n\n".join([text, *summary, *(f"- {note}" for note in notes)]) + "\n"
+    return "\n\n".join([text, *(f"- {note}" for note in notes)]) + "\n"
 
 
-def screen(rows: list[Row], notes: Sequence[str], columns: Columns, summary: Sequence[str] = ()) -> str:
-    """Aligned columns, the summary, then the notes."""
-    return "\n".join([*aligned(_cells(rows, columns)), *summary, *notes])
+def screen(rows: list[Row], notes: Sequence[str], columns: Columns) -> str:
+    """Aligned columns, then the notes."""
+    return "\n".join([*aligned(_cells(rows, columns)), *notes])
 
 
 def _cells(rows: list[Row], columns: Columns) -> list[list[str]]:

@@ -15,7 +15,7 @@ W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, flagged_bytes
 from .cases import Case
-from .check import check, product_reference, scatter_reference
+from .check import check
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
@@ -44,29 +44,21 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What all measurements of a run share. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds; rounds: how many, if not as usual."""
+class Session:
+    """What every measurement of a run needs. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
+    rounds."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
     quick: bool
     config: OverlapConfig
-    rounds: int | None = None
-
-
-@dataclass(frozen=True)
-class Session:
-    """What every measurement of a run needs."""
-
-    settings: Settings
     world: World
     results: Results
 
-    def domain(self, received: Sequence[int], group: Any = None, **changed: Any) -> OverlapDomain:
+    def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
-        once. group: another one of the same ranks, with other settings of OverlapConfig. Collective."""
-        domain = domain_of(group or self.world.group, replace(self.settings.config, **changed), self.world.device)
+        once. Collective."""
+        domain = domain_of(self.world.group, self.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
         largest, flagged = max(received), max(words, default=0)
         request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
@@ -75,8 +67,7 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        turns = pace(flops, self.settings.quick, self.settings.rounds)
-        return measure(calls, turns, self.world.group, self.world.device)
+        return measure(calls, pace(flops, self.quick), self.world.group, self.world.device)
 
 
 @dataclass(frozen=True)
@@ -88,26 +79,27 @@ class Operands:
     whole: torch.Tensor
 
 
+def normal(world: World, dtype: torch.dtype, seed: int, shared: bool = False) -> Callable[..., torch.Tensor]:
+    """A maker of normal random numbers by shape, others for each seed and rank. shared: the same on all ranks."""
+    generator = torch.Generator(world.device).manual_seed(1000 * seed + (999 if shared else world.rank))
+    return partial(torch.randn, dtype=dtype, device=world.device, generator=generator)
+
+
 def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
-    """Normal random numbers, different for every seed and on every rank but for what ranks share. Collective."""
-    own = torch.Generator(world.device).manual_seed(1000 * seed + world.rank)
-    shared = torch.Generator(world.device).manual_seed(seed)
-
-    def normal(rows: int, columns: int, generator: torch.Generator = own) -> torch.Tensor:
-        return torch.randn(rows, columns, dtype=dtype, device=world.device, generator=generator)
-
+    """Random matrices. Collective."""
+    own = normal(world, dtype, seed)
     m, n, k, ranks = case.m, case.n, case.k, world.size
     if case.kind.exchanges:
-        weight = normal(n, k, shared)
+        weight = normal(world, dtype, seed, shared=True)(n, k)
     else:
-        weight = normal(n // ranks, k) if case.op == "ag_gemm" else normal(n, k // ranks)
+        weight = own(n // ranks, k) if case.op == "ag_gemm" else own(n, k // ranks)
     right = weight.t() if case.pass_ == "fprop" else weight
     if case.kind.reduces:
-        return Operands(normal(m, len(right)), right, normal(m, right.shape[1]))
+        return Operands(own(m, len(right)), right, own(m, right.shape[1]))
     if case.kind.sums_blocks:
-        left = normal(m, len(right) // ranks)
+        left = own(m, len(right) // ranks)
         return Operands(left, right, side_by_side(ranks, world.exchange(left)))
-    left = normal(m // ranks, len(right))
+    left = own(m // ranks, len(right))
     return Operands(left, right, world.gather(left))
 
 
@@ -135,19 +127,15 @@ class Inputs:
 
 def inputs_of(case: Case, session: Session) -> Inputs:
     """The operands of one case, in as many sets as the L2 cache cannot hold. Collective."""
-    make = partial(make_operands, case, session.world, session.settings.dtype)
+    make = partial(make_operands, case, session.world, session.dtype)
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
     if case.kind.reduces:
-        reference = scatter_reference(first.left, first.right, session.world)
+        expected = session.world.scatter((first.left @ first.right).float())
     else:  # the unsharded product, or this rank's columns of it
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
-        reference = product_reference(first.whole, first.right.chunk(ranks, dim=1)[rank])
-
-    def check_columns(name: str, found: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        check(name, found if isinstance(found, torch.Tensor) else torch.cat(found, dim=1), reference)
-
-    return Inputs(sets, decoy, check_columns)
+        expected = first.whole @ first.right.chunk(ranks, dim=1)[rank]
+    return Inputs(sets, decoy, partial(check, expected=expected))
 
 
 def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check | None) -> str | None:
@@ -175,14 +163,11 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     return planner.plan(choice, planned, domain.device, weight)
 
 
-def tag_of(case: Case, choice: Choice) -> Tag:
-    return Tag(f"{case.op}/{case.pass_}", f"{case.name} by {choice.how}")
-
-
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
     """Our pass, as autograd runs it (linear.py), with nothing after it."""
     by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
-    plan, tag, kind, ranks = plan_of(case, domain, by, like), tag_of(case, by), case.kind, domain.world_size
+    plan, kind, ranks = plan_of(case, domain, by, like), case.kind, domain.world_size
+    tag = Tag(f"{case.op}/{case.pass_}", f"{case.name} by {by.how}")
 
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
@@ -199,25 +184,21 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     return run
 
 
-def refuse_kernels_on_cpus(asked: Sequence[str], device: torch.device) -> None:
-    """Raise ValueError if a method that was asked for cannot run on the device."""
-    possible = [name for name in NAMES if not Method(name).kernels]
-    for method in asked:
-        if method in NAMES and method not in possible and device.type != "cuda" and not is_interpreted():
-            names = ", ".join(possible)
-            raise ValueError(f"--methods: {method!r} is not one of {names}, which run on CPU tensors; leave it out")
+def nodes_of(session: Session, asked: Sequence[str] = ()) -> int:
+    """How many nodes the ranks are on. Collective.
 
-
-def refuse_methods_of_one_node(asked: Sequence[str], nodes: int) -> None:
-    """Raise ValueError if the ranks are on several nodes and a method that was asked for stays inside one."""
-    inside = [method for method in asked if method in NAMES and not reach_of(nodes).may_choose(method)]
-    if inside:
-        raise ValueError(f"--methods: {inside[0]!r} stays inside a node, and the ranks are on {nodes}; leave it out")
-
-
-def nodes_of(session: Session) -> int:
-    """How many nodes the ranks are on. Collective. Raises ValueError if they cannot share memory."""
-    found = domain_of(session.world.group, session.settings.config, session.world.device).nodes
+    Raises:
+        ValueError: a method that was asked for cannot run on these ranks, or they cannot share memory.
+    """
+    for name in asked:
+        if name in NAMES and Method(name).kernels and session.world.device.type == "cpu" and not is_interpreted():
+            names = ", ".join(name for name in NAMES if not Method(name).kernels)
+            raise ValueError(f"--methods: {name!r} is not one of {names}, which run on CPU tensors; leave it out")
+    found = domain_of(session.world.group, session.config, session.world.device).nodes
     if found.problem is not None:
         raise ValueError(found.problem)
-    return found.topology.nodes
+    nodes = found.topology.nodes
+    for name in asked:
+        if name in NAMES and not reach_of(nodes).may_choose(name):
+            raise ValueError(f"--methods: {name!r} stays inside a node, and the ranks are on {nodes}; leave it out")
+    return nodes

@@ -37,14 +37,14 @@ class Timing:
     host_us: float
 
 
-def pace(flops: float, quick: bool = False, rounds: int | None = None) -> Pace:
+def pace(flops: float, quick: bool) -> Pace:
     """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer.
 
     We suppose that a GPU at its power limit changes its clock more slowly than such bursts take turns: then all calls share one
-    clock (benchmarks/notes.md). rounds: how many; by default 5, with `quick` 3.
+    clock (benchmarks/notes.md).
     """
     burst = min(16, max(3, round(4e9 * H200.sustained_tflops / flops)))
-    return Pace(rounds or 3, max(2, burst // 2)) if quick else Pace(rounds or 5, burst)
+    return Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
 
 
 def input_sets(nbytes: int) -> int:

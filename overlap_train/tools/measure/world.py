@@ -75,9 +75,9 @@ class World:
         dist.all_gather_into_tensor(whole, shard, group=self.group)
         return whole
 
-    def scatter(self, partial: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        """[M, C] -> the rows [M/W, C] of this rank of the sum over ranks, in `y` where it is given."""
-        y = partial.new_empty(partial.shape[0] // self.size, partial.shape[1]) if y is None else y
+    def scatter(self, partial: torch.Tensor) -> torch.Tensor:
+        """[M, C] -> the rows [M/W, C] of this rank of the sum over ranks."""
+        y = partial.new_empty(partial.shape[0] // self.size, partial.shape[1])
         dist.reduce_scatter_tensor(y, partial, group=self.group)
         return y
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .style import SMALL, canvas, in_order, look_of, outline, save
+from .style import SMALL, canvas, in_order, look_of, save
 
 Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind where it is known
 Interval = tuple[float, float]  # start and end
@@ -18,21 +18,7 @@ Interval = tuple[float, float]  # start and end
 MARKER = "fillfunctor"  # the kernel between two calls
 OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
 COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
-STORING = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter")  # kernels of `direct` that store at the peers
-# What a picture has above each other, from below. Across nodes waits are in none.
-LANES: tuple[str, ...] = ("communication", "kernels")
-STAGES = ("network", "sums", "inside nodes", "products")
-
-
-def lane_of(span: Span, lanes: Sequence[str]) -> str:
-    """The lane that a span is drawn in."""
-    if lanes == LANES:
-        return "communication" if span["kind"] in COMMUNICATION else "kernels"
-    if "nccl" in span["name"].lower():
-        return "network"
-    if "add_blocks" in span["name"]:
-        return "sums"
-    return {"communication": "inside nodes", "waiting": ""}.get(span["kind"], "products")
+LANES = (("hidden", "exposed"), COMPUTATION)  # what is drawn above each other, from below
 
 
 def kind_of(span: Span, compute_stream: int) -> str:
@@ -42,8 +28,6 @@ def kind_of(span: Span, compute_stream: int) -> str:
         return ""
     if "nccl" in name or "memcpy ptop" in name or ("memcpy" in name and span["stream"] != compute_stream):
         return "communication"
-    if any(part in name for part in ("flash", "fmha", "sdpa")):  # attention; torch's names its types as cutlass::...
-        return "compute"
     if any(part in name for part in ("gemm", "nvjet", "cutlass")):
         return "gemm"
     return "waiting" if any(part in name for part in ("wait", "meet_kernel", "barrier")) else "compute"
@@ -94,63 +78,40 @@ def perfect(spans: Sequence[Span]) -> float:
 
 
 def draw(recording: dict[str, Any], path: Path) -> Path:
-    """The last recorded call of each method; of linears the column linear's on the left, the row linear's on the right."""
+    """The last recorded call of each method: the column linear's on the left, the row linear's on the right."""
+    from matplotlib.patches import Patch
+
     calls = {tuple(title.split()): last_call(spans) for title, spans in recording["calls"].items()}
     methods, operators = in_order({method for _, method in calls}), list(dict.fromkeys(name for name, _ in calls))
-    hierarchical, lanes = "nodes" in recording["shape"], LANES
-    if hierarchical:
-        used = {lane_of(span, STAGES) for spans in calls.values() for span in spans}
-        lanes = tuple(lane for lane in STAGES if lane in used)  # a node of one rank adds nothing
-    explained = ("gemm", "compute", "hidden", "exposed", "inside", "bound")
-    count, height = len(methods) * len(operators), 0.55 + 0.25 * len(lanes)
-    figure, grid = canvas(count, len(operators), height, _header(recording), explained, sharex=True)
+    shape = recording["shape"]
+    header = (
+        f"One forward call by each method, {shape['world']} x {recording['hardware']}",
+        f"Shorter is better. M = {shape['m']}, hidden {shape['hidden']}, FFN {shape['ffn']}, bf16. Line: perfect overlap.",
+        "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM.",
+    )
+    figure, grid = canvas(len(calls), len(operators), 1.05, header)
+    looks = [look_of(name) for lane in reversed(LANES) for name in lane]
+    handles = [Patch(color=look.colour, label=look.label) for look in looks]
+    figure.legend(handles=handles, loc="outside lower left", frameon=False, ncols=len(handles))
     for line, method in zip(grid, methods, strict=True):
         for axes, operator in zip(line, operators, strict=True):
-            if (operator, method) not in calls:
-                axes.set_axis_off()
-                continue
-            storing = STORING if method == "direct" and not hierarchical else ()
-            _draw_lanes(axes, f"{operator} by {method}:", calls[operator, method], storing, lanes)
-            if one_after_the_other := calls.get((operator, "collective")):
-                axes.axvline(perfect(one_after_the_other), color="black", linewidth=2)
-    for axes in grid.flat:
-        axes.set_yticks([height + 0.4 for height in range(len(lanes))], lanes)
-        axes.tick_params(left=False, labelleft=axes in grid[:, 0])
+            _draw_lanes(axes, f"{operator} by {method}:", calls[operator, method])
+            axes.axvline(perfect(calls[operator, "collective"]), color="black", linewidth=2)
+        line[0].set_yticks([0.4, 1.4], ["communication", "kernels"])
     for axes in grid[-1]:
         axes.set_xlabel("ms")
         axes.xaxis.set_major_formatter(lambda tick, _: f"{tick / 1000:g}")
     return save(figure, path)
 
 
-def _draw_lanes(axes: Any, title: str, spans: Sequence[Span], storing: tuple[str, ...], lanes: Sequence[str]) -> None:
-    """Lane above lane; the title says how long it took and how much of that was exposed. storing: kernels with an outline."""
+def _draw_lanes(axes: Any, title: str, spans: Sequence[Span]) -> None:
+    """Lane above lane; the title says how long it took and how much of that was exposed."""
     bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
-    for height, lane in enumerate(lanes):
-        here = [span for span in spans if lane_of(span, lanes) == lane]
-        sent = union(here, COMMUNICATION)
-        both = [(max(a, c), min(b, d)) for a, b in bare for c, d in sent]
-        shown = [(start, end) for start, end in both if end > start]
-        parts = {kind: union(here, (kind,)) for kind in COMPUTATION} | {"hidden": sent, "exposed": shown}
-        for name in ("compute", "gemm", "hidden", "exposed"):
-            bars = [(start, end - start) for start, end in parts[name]]
-            axes.broken_barh(bars, (height, 0.8), color=look_of(name).colour, linewidth=0.4)
-    inside = [(s["start"], s["end"] - s["start"]) for s in spans if any(name in s["name"] for name in storing)]
-    axes.broken_barh(inside, (0.06, 0.68), **outline())
+    parts = {kind: union(spans, (kind,)) for kind in COMPUTATION}
+    parts |= {"hidden": union(spans, COMMUNICATION), "exposed": bare}
+    for height, lane in enumerate(LANES):
+        for name in lane:
+            intervals = [(start, end - start) for start, end in parts[name]]
+            axes.broken_barh(intervals, (height, 0.8), color=look_of(name).colour, linewidth=0.4)
     axes.set_title(f"{title} {length / 1000:.2f} ms, {total(bare) / 1000:.2f} exposed", fontsize=SMALL)
-    axes.set_ylim(-0.1, len(lanes) - 0.1)
-
-
-def _header(recording: dict[str, Any]) -> tuple[str, ...]:
-    """The title; what was called; what the colours leave out."""
-    shape, nodes = recording["shape"], ""
-    if "nodes" in shape:
-        nodes = f", {shape['nodes']} nodes"
-    if "tokens" in shape:
-        sizes = f"Ulysses attention block of {shape['model']}, {shape['tokens']} tokens"
-    else:
-        sizes = f"M = {shape['m']}, hidden {shape['hidden']}, FFN {shape['ffn']}{nodes}"
-    return (
-        f"One forward call by each method, {shape['world']} x {recording['hardware']}",
-        f"Shorter is better. {sizes}, bf16.{' Waits are not drawn, but count as exposed.' if nodes else ''}",
-        "Exposed: the GPU computes nothing meanwhile. What a kernel waits inside itself counts as GEMM.",
-    )
+    axes.set(yticks=[], ylim=(-0.1, 1.9))

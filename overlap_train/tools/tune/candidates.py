@@ -101,13 +101,13 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
 def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | None:
     """The winner of one pass, None if no method works: of those that give the right result on every rank, each in all its ways.
     What fails is left out and noted in the results. Collective."""
-    world, settings, results = session.world, session.settings, session.results
-    planned, nodes = case.planned(world.size, settings.dtype), domain.topology.nodes
+    world, results = session.world, session.results
+    planned, nodes = case.planned(world.size, session.dtype), domain.topology.nodes
     default = untuned(planned, world.device, nodes).method
     domain.span.settled(domain.config)  # the network is measured
     inputs, calls = inputs_of(case, session), dict[Method, Call]()
     run_of = _backward if planned.kind.before_wgrad else overlapped
-    for name in candidates(settings.methods, default, planned, nodes):
+    for name in candidates(session.methods, default, planned, nodes):
         for how in ways_of(planned, name, domain.device, nodes):
             run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
             problem = problem_of(case.name, run, inputs, world, inputs.check)

@@ -21,7 +21,7 @@ from ..measure import world
 from ..measure.cases import Case, cases_of
 from ..measure.models import MODELS
 from ..measure.results import Results
-from ..measure.runs import Session, Settings, nodes_of, refuse_kernels_on_cpus, refuse_methods_of_one_node
+from ..measure.runs import Session, nodes_of
 from .candidates import model_cases, one_a_bucket, tune_case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -96,9 +96,8 @@ def main(arguments: list[str]) -> int:
     here = world.join()
     if here.device.type == "cpu":
         here.say("tune: no GPU here. Winners count for CPU processes only, and large shapes take minutes each")
-    session = Session(_settings(asked, here.device), here, Results())
-    nodes, results = nodes_of(session), session.results
-    refuse_methods_of_one_node(asked.methods, nodes)
+    session = _session(asked, here)
+    nodes, results = nodes_of(session, asked.methods), session.results
     tune(asked.tuning_dir, key_of(here.device, here.size, nodes, asked.network), cases, session)
     results.share_notes(here.group)
     for note in results.notes:
@@ -136,23 +135,22 @@ def _cases_from(asked: Tune, ranks: int) -> list[Case]:
     return one_a_bucket(cases, ranks)
 
 
-def _settings(asked: Tune, device: torch.device) -> Settings:
-    """The Settings of the measurements, as the benchmark has them. Raises ValueError for a method that cannot run here."""
-    on_gpu = device.type == "cuda"
-    refuse_kernels_on_cpus(asked.methods, device)
+def _session(asked: Tune, here: world.World) -> Session:
+    """The Session of the measurements, as the benchmark has it."""
+    on_gpu = here.device.type == "cuda"
     config = OverlapConfig(
         symmetric_mib=8192, timeout_s=30.0, main_grad="off", provider=asked.provider, tuning_dir=asked.tuning_dir,
         node_ranks=asked.node_ranks, network=asked.network,
     )  # fmt: skip
     methods = asked.methods or (NAMES if on_gpu else ("chunked", "collective"))
-    return Settings(methods, DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")], asked.quick, config)
+    return Session(methods, DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")], asked.quick, config, here, Results())
 
 
 def tune(folder: str, key: Key, cases: list[Case], session: Session) -> None:
     """Find the winner of each case, store it and print it. Collective."""
     here, began, found = session.world, time.monotonic(), 0
     keep(folder, key, None, here)  # a folder that cannot be written is said before minutes of measuring
-    domain = session.domain([case.slot_bytes(here.size, session.settings.dtype) for case in cases])
+    domain = session.domain([case.slot_bytes(here.size, session.dtype) for case in cases])
     world.heat(here.device)
     for number, case in enumerate(cases):
         winner = tune_case(case, domain, session)
