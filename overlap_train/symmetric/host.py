@@ -57,13 +57,15 @@ def _shared(agreement: Agreement, nbytes: int, ranks_of: Callable[[list[str]], S
             raise RuntimeError(f"{_OPEN}: {'; '.join(errors)}")
 
         def map_all() -> list[torch.Tensor]:
-            memory = []
-            for rank in ranks_of([machine for *_, machine in places]):
-                with open(f"/proc/{places[rank][0]}/fd/{places[rank][1]}", "r+b") as file:
-                    memory.append(torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8))
-            return memory
+            chosen = [places[rank] for rank in ranks_of([machine for *_, machine in places])]
+            return [_map(pid, number, nbytes) for pid, number, _ in chosen]
 
         return on_all_ranks(map_all, agreement, _OPEN)  # and every peer has mapped this descriptor before it goes away
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _map(pid: int, number: int, nbytes: int) -> torch.Tensor:
+    with open(f"/proc/{pid}/fd/{number}", "r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
