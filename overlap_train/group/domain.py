@@ -195,12 +195,8 @@ class OverlapDomain:
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def check_usable(self, tag: Tag, slots: int) -> None:
-        """Check that an operator can run here now.
-
-        Raises:
-            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph, across nodes or outside
-                `graphed`, so that no barriers would be around its replays.
-        """
+        """Raise RuntimeError if the symmetric memory is gone, or if the operator is captured into a CUDA graph, across nodes or
+        outside `graphed`, so that no barriers would be around its replays."""
         if self.closed or (slots and self.heap is None):
             raise RuntimeError(
                 f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"

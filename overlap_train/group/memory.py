@@ -68,11 +68,8 @@ def _fits(domain: OverlapDomain, layout: Layout) -> bool:
 
 
 def _grown(domain: OverlapDomain, request: Request, name: str) -> Layout:
-    """The layout to allocate for a request that the heap does not hold. name: what errors call the operator.
-
-    Raises:
-        ValueError: it may not grow so far.
-    """
+    """The layout to allocate for a request that the heap does not hold. ValueError: it may not grow so far. name: what errors
+    call the operator."""
     needed, config = _needed(domain, request), domain.config
     if domain.captured:
         raise ValueError(
@@ -113,10 +110,8 @@ class FirstCall:
 def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: str, trains: str = "") -> None:
     """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
 
-    Args:
-        problem: what is wrong with this rank's arguments, or None.
-        name: what errors call the operator.
-        trains: which operands get gradients, in words; ranks must agree on it, too.
+    problem: what is wrong with this rank's arguments, or None. name: what errors call the operator. trains: which operands get
+    gradients, in words; ranks must agree on it, too.
 
     Raises:
         ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
