@@ -38,12 +38,8 @@ class CollectiveCalls:
         self._agreement = agreement
 
     def enter(self, tag: Tag) -> None:
-        """Begin the call `tag`, before the library is called.
-
-        Raises:
-            OverlapMismatchError: a rank is in another call.
-            OverlapTimeoutError: a rank did not come.
-        """
+        """Begin the call `tag`, before the library is called. OverlapMismatchError: a rank is in another call.
+        OverlapTimeoutError: a rank did not come."""
         mine = self._agreement.rank
         for rank, theirs in enumerate(self._agreement.exchange(tag, str(tag), kind="collective call")):
             if theirs != tag:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -58,7 +57,7 @@ class Route:
         return Push(part, self.target, self.signal, self.epoch, self.after)
 
 
-class CopyEngine(Protocol):
+class CopyEngine:
     """What operators need of a copy engine. Between `begin` and `join` are one operator's pushes and pulls."""
 
     def begin(self) -> None:
@@ -88,7 +87,9 @@ class CopyEngine(Protocol):
         """The caller's stream goes on only when all pushes and pulls are done; the sources of pushes may be reused."""
 
     def is_idle(self) -> bool:
-        """Whether what operators have enqueued on the device is done. Any thread may ask."""
+        """Whether what operators have enqueued on the device is done. Any thread may ask. In CPU processes it always is: an
+        operator has returned when its copies are made."""
+        return True
 
     def close(self) -> None:
         """Finish what is enqueued and end."""
@@ -97,7 +98,7 @@ class CopyEngine(Protocol):
 AT_LEAST = 0  # how a stream compares a word with the value that it waits for
 
 
-class StreamCopyEngine:
+class StreamCopyEngine(CopyEngine):
     """A side stream whose copies the driver gives to the copy engine."""
 
     def __init__(self, device: torch.device, driver: CudaDriver) -> None:
@@ -202,7 +203,7 @@ def run_push(push: Push, pause: Callable[[float], None] = time.sleep, timeout_s:
     push.signal.copy_(push.epoch)
 
 
-class HostCopyEngine:
+class HostCopyEngine(CopyEngine):
     """A daemon thread plays the copy engine."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -225,9 +226,6 @@ class HostCopyEngine:
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()
-
-    def begin(self) -> None:
-        pass  # a CPU process has no streams
 
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
         self._enqueue([partial(run_push, route.push(source), timeout_s=self._timeout_s) for route in routes])
@@ -264,9 +262,6 @@ class HostCopyEngine:
                 self._idle.wait()
         if self._error is not None:
             raise self._error
-
-    def is_idle(self) -> bool:
-        return True  # an operator has returned when its copies are made
 
     def close(self) -> None:
         self._queue.put(None)

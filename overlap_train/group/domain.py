@@ -24,7 +24,6 @@ from ..kernels.signal_words import FAULT_SET
 from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import Agreement
-from ..symmetric.host import Offer
 from .collective_calls import CollectiveCalls, collective_calls
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .signals import FaultRecord, Tag
@@ -122,14 +121,10 @@ class OneNode:
         domain = self.domain
         return resolve_provider(domain.group, domain.config.provider, domain.device)
 
-    def offer(self, layout: Layout) -> Offer | None:
-        """Memory that peers may map, told in the agreement on a first call; None: the provider has its own way."""
-        return Offer(layout.nbytes) if self.domain.device.type == "cpu" else None
-
-    def new_memory(self, layout: Layout, offer: Offer | None) -> tuple[SymmetricHeap, Workspace]:
+    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
         """A new heap and its slots. Peers may send into it as soon as this returns. Collective."""
         domain = self.domain
-        heap = heap_by(self.provider(), domain.agreement, layout.nbytes, domain.device, offer=offer)
+        heap = heap_by(self.provider(), domain.agreement, layout.nbytes, domain.device)
         waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
         return heap, Workspace(heap, layout, domain.device, waits)
 
@@ -166,7 +161,7 @@ class OverlapDomain:
         self.layout = Layout(self.world_size, 0)
         self.heap: SymmetricHeap | None = None
         self.closed = False
-        self.graphed = False  # inside graph.graphed
+        self.graphed = False  # inside registry.graphed
         self.captured = False  # a CUDA graph holds addresses of the heap
         self.at_close: list[Callable[[], object]] = []
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
@@ -200,12 +195,8 @@ class OverlapDomain:
         return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def check_usable(self, tag: Tag, slots: int) -> None:
-        """Check that an operator can run here now.
-
-        Raises:
-            RuntimeError: the symmetric memory is gone; or the operator is captured into a CUDA graph, across nodes or outside
-                `graphed`, so that no barriers would be around its replays.
-        """
+        """Raise RuntimeError if the symmetric memory is gone, or if the operator is captured into a CUDA graph, across nodes or
+        outside `graphed`, so that no barriers would be around its replays."""
         if self.closed or (slots and self.heap is None):
             raise RuntimeError(
                 f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"

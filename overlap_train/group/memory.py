@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ..config import flag_name
 from ..select.table import installed
 from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
-from ..symmetric.host import Offer
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 from .slots import SLOTS, Layout, with_room
@@ -70,11 +68,8 @@ def _fits(domain: OverlapDomain, layout: Layout) -> bool:
 
 
 def _grown(domain: OverlapDomain, request: Request, name: str) -> Layout:
-    """The layout to allocate for a request that the heap does not hold. name: what errors call the operator.
-
-    Raises:
-        ValueError: it may not grow so far.
-    """
+    """The layout to allocate for a request that the heap does not hold. ValueError: it may not grow so far. name: what errors
+    call the operator."""
     needed, config = _needed(domain, request), domain.config
     if domain.captured:
         raise ValueError(
@@ -103,23 +98,20 @@ class FirstCall:
     """What one rank says about the first call.
 
     problem: what is wrong with its arguments or its machine, or None. terms: what must be equal on all ranks besides the request,
-    by name. name: what its errors call the operator. offered: memory that peers may map (symmetric/host.py).
+    by name. name: what its errors call the operator.
     """
 
     problem: str | None
     request: Request
     terms: dict[str, object]
     name: str
-    offered: Any = None
 
 
 def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: str, trains: str = "") -> None:
     """Make sure that every rank asks for the same, and that the heap holds it. Collective, and for new requests only.
 
-    Args:
-        problem: what is wrong with this rank's arguments, or None.
-        name: what errors call the operator.
-        trains: which operands get gradients, in words; ranks must agree on it, too.
+    problem: what is wrong with this rank's arguments, or None. name: what errors call the operator. trains: which operands get
+    gradients, in words; ranks must agree on it, too.
 
     Raises:
         ValueError: on every rank, if any rank has a problem, the ranks ask for different things, or it does not fit.
@@ -147,21 +139,13 @@ def prepare(domain: OverlapDomain, request: Request, problem: str | None, name: 
             layout = _grown(domain, request, name)
     except ValueError as error:
         problem = problem or str(error)
-    offer = None if layout is None else domain.span.offer(layout)
-    try:
-        mine = FirstCall(problem, request, terms, name, None if offer is None else offer.told)
-        told = _agree(domain.agreement, mine)
-        if offer is not None:
-            offer.all_told = [said.offered for said in told]
-        if layout is not None:
-            _reallocate(domain, layout, offer)
-    finally:
-        if offer is not None:
-            offer.close()
+    _agree(domain.agreement, FirstCall(problem, request, terms, name))
+    if layout is not None:
+        _reallocate(domain, layout)
 
 
-def _agree(agreement: Agreement, mine: FirstCall) -> list[FirstCall]:
-    """What all ranks say about the first call: the same, and none has a problem. Collective.
+def _agree(agreement: Agreement, mine: FirstCall) -> None:
+    """Make sure that all ranks say the same about the first call, and none has a problem. Collective.
 
     Raises:
         ValueError: they differ, or one has a problem; on every rank that came.
@@ -182,7 +166,6 @@ def _agree(agreement: Agreement, mine: FirstCall) -> list[FirstCall]:
         difference = _difference(mine, theirs, f"rank {number} of {agreement.called}")
         if difference is not None:
             raise ValueError(f"{mine.name}: {difference}")
-    return all_ranks
 
 
 def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
@@ -209,7 +192,7 @@ def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
 
 
 @torch.inference_mode(False)  # as the domain's other state, calls outside of it write to it, too
-def _reallocate(domain: OverlapDomain, layout: Layout, offer: Offer | None) -> None:
+def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
     """Replace the heap by a larger one, once for each larger shape. Collective.
 
     The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
@@ -219,5 +202,5 @@ def _reallocate(domain: OverlapDomain, layout: Layout, offer: Offer | None) -> N
         if domain.on_gpu:
             torch.cuda.synchronize(domain.device)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap
-    domain.take_memory(*domain.span.new_memory(layout, offer), layout)
+    domain.take_memory(*domain.span.new_memory(layout), layout)
     barrier(domain, Tag("overlap_train/open", "barrier"))  # loads its kernel, which a capture of a graph could not

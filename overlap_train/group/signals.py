@@ -107,11 +107,9 @@ def poll(
     pause: Callable[[float], None] = time.sleep,
     late: Callable[[float], None] = lambda waited: None,
 ) -> bool:
-    """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False).
-
-    Sleeps 0 at first, then 50 microseconds a turn: two ranks and their copy threads may share two cores. Calls `late` four times
-    a second with the seconds so far.
-    """
+    """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False). Calls `late` four times a
+    second with the seconds so far. Sleeps 0 at first, then 50 microseconds a turn: two ranks and their threads may share two
+    cores."""
     begin, look_at, turns = time.monotonic(), min(LOOK_S, timeout_s / 10), 0
     while not ready():
         waited = time.monotonic() - begin
@@ -208,10 +206,8 @@ class FaultRecord:
             self.agreement.peers.tell(error, call, RAISED if self.error is None else FAILED, begun)
 
     def late(self, peer: int, chunk: int, expected: int, waited: float) -> None:
-        """Raise if the peer for which this rank waits will not come; warn once if it is late. Called again and again.
-
-        Not at the first sign of it: what the peer sent last, before it ended, may just be arriving, and then ends the wait.
-        """
+        """Raise if the peer for which this rank waits will not come; warn once if it is late. Called again and again. Not at
+        the first sign of it: what the peer sent last, before it ended, may just be arriving, and then ends the wait."""
         error = None if self.agreement is None else self._hopeless(self.agreement, peer, expected)
         before, self._doubted = self._doubted, 0 if error is None else expected
         if error is not None and before == expected:

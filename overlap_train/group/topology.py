@@ -31,11 +31,7 @@ class Nodes:
 
 def find_nodes(agreement: Agreement, device: torch.device, config: OverlapConfig, what: str) -> Nodes:
     """The nodes of the agreement's group. Collective. Rank 0 prints them if there are several. what: what the ranks do here, for
-    errors.
-
-    Raises:
-        OverlapTimeoutError: a rank did not come.
-    """
+    errors."""
     world, rank, node_ranks = agreement.world_size, agreement.rank, config.node_ranks
     if world == 1:
         return Nodes(Topology(1, world, rank))

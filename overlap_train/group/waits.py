@@ -88,7 +88,7 @@ class BoundedWaits:
         return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
 
     def _arguments(self, call: Call, first: int, chunk: int | None = None) -> dict[str, Any]:
-        """The arguments of a kernel that waits for the blocks of rank `first` and others. row_ptr: where it writes NaN if a wait
+        """Those of a kernel that waits for the blocks of rank `first` and others. row_ptr: where it writes NaN if a wait
         fails."""
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
         row = call.blocks[victim] if chunk is None else call.chunk_of(victim, chunk)

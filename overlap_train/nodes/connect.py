@@ -21,7 +21,6 @@ from ..schedule.order import Topology
 from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.agreement import say_on_rank_0
-from ..symmetric.host import Offer
 from .engines import InterNodeEngine
 from .gloo import GlooTransport, HostEngine
 from .measure import connect
@@ -169,10 +168,7 @@ class SeveralNodes(OneNode):
             opened.pop_all()
         return engine
 
-    def offer(self, layout: Layout) -> None:
-        """Nodes are connected first, and heaps opened after that."""
-
-    def new_memory(self, layout: Layout, offer: Offer | None) -> tuple[SymmetricHeap, Workspace]:
+    def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
         domain, topology, engine = self.domain, self.domain.topology, self.engine()
         node = topology.ranks_of(topology.node)
         nbytes = layout.nbytes + self.staged_blocks * layout.block_bytes

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from ..schedule.order import Transfers
 from ..select.tiles import HOPPER
 from . import launch
 from .collective import should_run_async
@@ -75,10 +74,7 @@ class ChunkedAllToAllGemm(AllToAllGemm):
 
     def _push(self) -> None:
         self._call.next_epoch()
-        self._send(self._plan.transfers)
-
-    def _send(self, transfers: Transfers) -> None:
-        self._domain.engine.push(self._sent, self._call.routes(transfers, pitch=self._sent.stride(0)))
+        self._domain.engine.push(self._sent, self._call.routes(self._plan.transfers, pitch=self._sent.stride(0)))
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         rank = self._domain.rank

@@ -34,10 +34,8 @@ class AutotuneRuns:
         self._runs: dict[RunKey, Autotune | None] = {}
 
     def begun(self, planned: Planned, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor) -> Planned:
-        """The plan in a run, where a measurement is wanted: `auto` of a linear of which none was made.
-
-        config: of the call, with tune_steps. x, w: its operands, in which nothing is wrong.
-        """
+        """The plan in a run, where a measurement is wanted: `auto` of a linear of which none was made. config: of the call, with
+        tune_steps. x, w: its operands, in which nothing is wrong."""
         spec, domain, nodes = planned.plan.spec, self._domain, self._domain.topology.nodes
         device, world, (n, k) = domain.device, domain.world_size, w.shape
         fprop = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)

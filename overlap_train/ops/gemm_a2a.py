@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,7 +83,7 @@ class ChunkedGemmAllToAll(GemmAllToAll):
         staging = new_blocks(self._domain, self._a, self._b)
         self._open()
         self._call.next_epoch()
-        self._multiply(staging, partial(self._send, staging))
+        self._multiply(staging, lambda transfers: self._domain.engine.push(staging, self._call.routes(transfers)))
 
     def _open(self) -> None:
         shape = torch.Size([self._a.shape[0], self._b.shape[1] // self._domain.world_size])
@@ -98,9 +97,6 @@ class ChunkedGemmAllToAll(GemmAllToAll):
             torch.mm(self._a, columns[target], out=blocks[target])
             multiplied(transfers)
         torch.mm(self._a, columns[domain.rank], out=self._own_place())
-
-    def _send(self, staging: torch.Tensor, transfers: Transfers) -> None:
-        self._domain.engine.push(staging, self._call.routes(transfers))
 
     def _own_place(self) -> torch.Tensor:
         """The memory where the own block [M/W, N/W] belongs: in `into`, or else in the slot."""

@@ -99,10 +99,8 @@ class EnginePlan:
 
 
 class Planner:
-    """Plans passes of a group inside one node; `planner_of` finds that of any group.
-
-    config: with the SMs of the connected network (OneNode.settled). gbs: what the network between the nodes carries; 0: unknown.
-    """
+    """Plans passes of a group inside one node; `planner_of` finds that of any group. config: with the SMs of the connected
+    network (OneNode.settled). gbs: what the network between the nodes carries; 0: unknown."""
 
     def __init__(self, topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> None:
         self.topology, self.config, self.gbs = topology, config, gbs

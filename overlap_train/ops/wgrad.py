@@ -63,8 +63,7 @@ def is_watched(weight: torch.Tensor) -> bool:
 
 
 def unmark(weight: torch.Tensor, ctx: Any, number: int) -> None:
-    """Let data parallelism add what autograd returns for a weight, also after a call of the same step that has added its own.
-    ctx, number: see is_accumulated."""
+    """Let data parallelism add what autograd returns for a weight, also after a call of the same step that has added its own."""
     if getattr(weight, "grad_added_to_main_grad", False) and is_accumulated(ctx, number):
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 

@@ -22,8 +22,6 @@ from ..warn import warn_user
 from .bounded import Callers
 from .peers import LOOK_S, OverlapMismatchError, OverlapTimeoutError, Peers, answer, answer_soon, warn_after
 
-__all__ = ["Agreement", "OverlapMismatchError", "OverlapTimeoutError", "allocated", "on_all_ranks", "say_on_rank_0"]
-
 T = TypeVar("T")
 # Beyond the time-out, and for each rank: a rank that is late is named first, by a question for each.
 _ANSWER_S, _ANSWER_OF_RANK_S = 1.0, 1e-3
@@ -231,7 +229,7 @@ def on_all_ranks(
 
 
 def allocated(make: Callable[[], torch.Tensor], nbytes: int, agreement: Agreement, what: str) -> torch.Tensor:
-    """on_all_ranks of memory of `nbytes` bytes: where there is no room, with the way out."""
+    """on_all_ranks of memory of `nbytes` bytes; where there is no room, with the way out."""
 
     def make_or_say_why() -> torch.Tensor:
         try:

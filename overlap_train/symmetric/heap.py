@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from .agreement import Agreement, on_all_ranks
-
-if TYPE_CHECKING:
-    from .host import Offer
 
 
 class SymmetricHeap:
@@ -56,17 +52,17 @@ def open_heap(agreement: Agreement, nbytes: int, provider: str, device: torch.de
 
 def heap_by(
     provider: str, agreement: Agreement, nbytes: int, device: torch.device, ranks: range | None = None,
-    carries: bool = False, offer: Offer | None = None,
+    carries: bool = False,
 ) -> SymmetricHeap:  # fmt: skip
     """`open_heap` by a provider that all ranks have agreed on.
 
     ranks: of this rank's node, where the group has several: only their memory is mapped. carries: whether NVSHMEM also carries
-    data between nodes. Its world then is the whole group. offer: of memory on the CPU, exchanged before.
+    data between nodes. Its world then is the whole group.
     """
     if provider == "host":
         from .host import open_host_heap
 
-        return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size), offer)
+        return open_host_heap(agreement, nbytes, ranks or range(agreement.world_size))
     if provider == "nvshmem" and (carries or ranks is None or len(ranks) > 1):
         from .nvshmem import open_nvshmem_heap
 
