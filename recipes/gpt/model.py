@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -23,17 +20,11 @@ AS_NAMED = (
 )  # fmt: skip
 
 
-def build_model(
-    settings: Settings,
-    overlap: OverlapConfig | None,
-    device: torch.device,
-    block_spec: Callable[[TransformerConfig], Any] = gpt_block_spec,
-    others: Mapping[str, Any] | None = None,
-) -> GPTModel:
+def build_model(settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> GPTModel:
     """Build it on `device`: bf16 on a GPU, fp32 on the CPU, with overlapped linears where `overlap` is given.
 
-    block_spec: whose modules; others: what these need in TransformerConfig. The initial weights depend on `settings.seed`; those
-    of the small model are the same for every tp and cp. Raises RecipeError where Megatron-Core or enable() refuses.
+    The initial weights depend on `settings.seed`; those of the small model are the same for every tp and cp. Raises RecipeError
+    where Megatron-Core or enable() refuses.
     """
     on_gpu, is_full = device.type == "cuda", settings.recompute == "full"
     if settings.cuda_graph:  # lets a capture switch between Megatron's random states, which draw the same numbers
@@ -58,7 +49,6 @@ def build_model(
             # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every
             # tensor-parallel size; billions of them would take minutes.
             use_cpu_initialization=settings.model == SMALL,
-            deterministic_mode=settings.deterministic > 0,
             recompute_granularity=None if settings.recompute == "none" else settings.recompute,
             recompute_method="uniform" if is_full else None,  # of a whole layer only the input is kept
             recompute_num_layers=1 if is_full else None,
@@ -69,11 +59,10 @@ def build_model(
             masked_softmax_fusion=False,
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
-            **others or {},
         )
         model = GPTModel(
             config,
-            block_spec(config),
+            gpt_block_spec(config),
             vocab_size=settings.vocabulary_rows,
             max_sequence_length=settings.seq_length,
             position_embedding_type="rope",

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError, shutdown
@@ -47,9 +46,6 @@ def join_ranks(settings: Settings) -> World:
     Raises:
         RecipeError: this node has more ranks than GPUs.
     """
-    if settings.deterministic:  # torch and cuBLAS refuse kernels that add in the order of arrival
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; torch insists on it
-        torch.use_deterministic_algorithms(True)
     minutes = settings.distributed_timeout_minutes
     with refused_by_rule():
         world = join(may_be_alone=True, minutes=minutes)

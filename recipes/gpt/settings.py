@@ -51,7 +51,6 @@ class Settings:
         "none", "again in backward: nothing, the core attention, or whole layers", choices=RECOMPUTE
     )
     cuda_graph: int = _count(0, "1: forward and backward as one CUDA graph (GPUs, host-bound runs)")
-    deterministic: int = _count(0, "1: the same bits on every run, at some cost in speed")
     seed: int = _count(1234, "seed of weights, data order and sample")
     log_interval: int = _positive(10, "steps between iteration lines")
     eval_iters: int = _positive(100, "most global batches in the validation at the end")
