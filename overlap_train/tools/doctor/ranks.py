@@ -7,7 +7,6 @@ by the other ranks'; those of CPUs are only told.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,10 +20,9 @@ from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...group.signals import poll
 from ...select.system import System, system_of
-from ...select.tiles import tma_reads
 from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
-from ..measure.timing import Call, Pace, measure
+from ..measure.timing import Pace, measure
 from ..measure.world import World
 from .report import FAIL, OK, WARN, Finding
 
@@ -32,10 +30,10 @@ _ELSEWHERE = "failed on another rank"  # see World.attempt
 _AGREE_S = 30.0  # for all ranks to come
 _SIGNAL_S = 5.0
 _LOW = 0.8  # of what the card reaches, or of the median: clocks move figures by 10 %
-_BROKEN = 0.6
 _PACE = Pace(3, 5)
 _TURNS, _BLOCK = 20, 1 << 20  # of so many bytes
 _LIBRARIES = {"torch": "torch.distributed._symmetric_memory", "nvshmem": "nvshmem.core"}
+ALONE = "one rank: memory, links and operators are not checked", "", "start a rank for each GPU, by torchrun"
 MEMORY_FIXES = {
     "host": "the ranks must run as one user in one PID namespace: each maps the others' memory through /proc/<pid>/fd",
     "torch": "peer access (nvidia-smi topo -p2p r), a container with --ipc=host; else --overlap-train-provider nvshmem",
@@ -124,47 +122,24 @@ def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], ca
     told = f"{min(mine.values()):.3g} to {max(mine.values()):.3g} GB/s to {len(mine)} peers"
     if here.device.type != "cuda":
         return [Finding(OK, name, f"{told} through shared memory", "not judged: CPU")]
-    if card is not None and card.is_measured:
-        usual, broken, known = card.copy_gbs, _BROKEN * card.copy_gbs, ""
-    else:
-        usual, broken, known = statistics.median(speeds.values()), 0.0, ", as the median link: this card is not known"
-    expected = f"at least {_LOW * usual:.0f} GB/s{known}"
+    is_known = card is not None and card.is_measured
+    least = _LOW * (card.copy_gbs if is_known else statistics.median(speeds.values()))
+    expected = f"at least {least:.0f} GB/s" + ", as the median link: this card is not known" * (not is_known)
     fix = "nvidia-smi nvlink -s and -e on the host, nvidia-smi topo -m; other jobs on these GPUs; then have the host drained"
-    found = []
-    for target, speed in mine.items():
-        if speed < _LOW * usual:
-            measured = f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}"
-            found.append(Finding(FAIL if speed < broken else WARN, name, measured, expected, fix))
+    slow = {
+        target: f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}" for target, speed in mine.items()
+    }
+    found = [Finding(WARN, name, slow[target], expected, fix) for target, speed in mine.items() if speed < least]
     return found or [Finding(OK, name, told, expected)]
 
 
 @torch.no_grad()
-def check_operators(
-    here: World, name: str, methods: Sequence[str], config: OverlapConfig, seconds: float
-) -> list[Finding]:
-    """AG + GEMM and GEMM + RS by each method, again and again until the seconds are up: bitwise equal to torch. Then their time
-    beside the collective and the GEMM in sequence.
+def check_operators(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
+    """AG + GEMM and GEMM + RS, again and again until the seconds are up: bitwise equal to torch. Then the time of AG + GEMM
+    beside the collective and the GEMM in sequence, told by one rank.
 
     The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs.
     """
-    found = list[Finding]()
-    for method in methods:
-        some = _verify(here, f"{name} {method}", config.by(method), seconds / len(methods))
-        found += some
-        if here.any(not some or bool(some[0].fix)):
-            return found  # after a time-out every later call raises
-    return found if here.size == 1 else found + _time(here, f"{name} time", config, methods)
-
-
-def methods_of(here: World) -> tuple[str, ...]:
-    """Those that untuned `auto` takes for many rows."""
-    if here.device.type != "cuda" or not importlib.util.find_spec("triton"):
-        return ("chunked",)
-    reads = tma_reads(here.device, torch.bfloat16, 4096, 14336 // here.size)
-    return ("chunked", "fused", "direct") if reads else ("chunked", "fused")
-
-
-def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
     deadline, expected = time.monotonic() + seconds, "bitwise equal to torch"
     for rounds in count(1):
         problems, error = here.result_of(partial(_differences, here, config, rounds))
@@ -172,9 +147,24 @@ def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> li
             return [] if error == _ELSEWHERE else [Finding(FAIL, name, error, "all operators end", _ERROR_FIX)]
         if here.any(bool(problems) or time.monotonic() > deadline):  # one rank's clock or result ends it for all
             break
-    if problems:
-        return [Finding(FAIL, name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
-    return [Finding(OK, name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)]
+    if here.any(bool(problems)):
+        told = f"{'; '.join(problems)}, in round {rounds}"
+        return [Finding(FAIL, name, told, expected, _WRONG_FIX)] if problems else []
+    right = Finding(OK, name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)
+    x, w, *_ = _inputs(here, 0)
+    calls = {
+        "ours": lambda index: all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm"),
+        "sequence": lambda index: here.gather(x) @ w.t(),
+    }
+    ours, sequence = (took.ms for took in measure(calls, _PACE, here.group, here.device).values())
+    if here.rank != 0 or here.size == 1:
+        return [right]
+    told = f"{ours:.3f} ms; collective then GEMM {sequence:.3f} ms: {sequence / ours:.2f} x"
+    if here.device.type != "cuda" or config.node_ranks:
+        return [right, Finding(OK, f"{name} time", told, "not judged: CPU, or nodes on one machine")]
+    fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
+    is_slow = ours > sequence
+    return [right, Finding(WARN if is_slow else OK, f"{name} time", told, "faster than the sequence", fix * is_slow)]
 
 
 def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
@@ -192,29 +182,6 @@ def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
             sources = wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
             found.append(f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told)
     return found
-
-
-def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str]) -> list[Finding]:
-    """The slowest rank's times, told by one rank."""
-    x, w, *_ = _inputs(here, 0)
-
-    def call_of(method: str) -> Call:
-        by = config.by(method)
-        return lambda index: all_gather_linear(x, w, group=here.group, config=by, name="doctor/ag_gemm")
-
-    calls = {method: call_of(method) for method in methods} | {"": lambda index: here.gather(x) @ w.t()}
-    times = {method: took.ms for method, took in measure(calls, _PACE, here.group, here.device).items()}
-    if here.rank != 0:
-        return []
-    sequence, best = times[""], min(methods, key=times.__getitem__)
-    told = ", ".join(f"{method} {times[method]:.3f} ms" for method in methods)
-    measured = f"{told}; collective then GEMM {sequence:.3f} ms: {sequence / times[best]:.2f} x by {best}"
-    if here.device.type != "cuda" or config.node_ranks:
-        return [Finding(OK, name, measured, "not judged: CPU, or nodes on one machine")]
-    if times[best] <= sequence:
-        return [Finding(OK, name, measured, "faster than the sequence")]
-    fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
-    return [Finding(WARN, name, measured, "faster than the sequence", fix)]
 
 
 def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:

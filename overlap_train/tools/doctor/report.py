@@ -31,30 +31,15 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def lines_of(findings: Sequence[Finding], size: int) -> Iterator[str]:
-    """What is printed. Ranks that say the same share an entry, and all OK ones of one check. size: ranks of the job."""
+    """What is printed. Ranks that say the same share a line. size: ranks of the job."""
     together: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
-        differs = "" if f.status == OK else f.measured
-        together.setdefault((f.status, f.name, f.expected, f.fix, differs), []).append(f)
-    for (status, name, expected, fix, _), same in together.items():
-        texts = list(dict.fromkeys(f.measured for f in same))
-        if len(texts) > 1 and size > 1:
-            texts = [f"{f.rank}: {f.measured}" for f in same]
-        wanted = f" [{expected}]" if expected else ""
-        yield f"{status:<4}  {name}{_where(same, size)}: " + "\n        ".join(texts) + wanted
+        together.setdefault((f.status, f.name, f.measured, f.expected, f.fix), []).append(f)
+    for (status, name, measured, expected, fix), same in together.items():
+        ranks = ", ".join(f"{f.rank} on {f.host}" for f in same if f.rank is not None)
+        where = "" if size == 1 or not ranks else ", all ranks" if len(same) == size else f", rank {ranks}"
+        yield f"{status:<4}  {name}{where}: {measured}" + f" [{expected}]" * bool(expected)
         if fix:
             yield f"        fix: {fix}"
     counts = [f"{n} {status}" for status in (FAIL, WARN, OK) if (n := sum(key[0] == status for key in together))]
     yield f"doctor: {verdict(findings)} ({', '.join(counts)})"
-
-
-def _where(same: Sequence[Finding], size: int) -> str:
-    """ "", ", all ranks", ", rank 2 on node7", ", ranks 2, 3"."""
-    ranks = sorted({f.rank for f in same if f.rank is not None})
-    if not ranks or size == 1:
-        return ""
-    if len(ranks) == size:
-        return ", all ranks"
-    hosts = {f.host for f in same}
-    on = f" on {hosts.pop()}" if len(hosts) == 1 else ""
-    return f", rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}{on}"
