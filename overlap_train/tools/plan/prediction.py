@@ -56,37 +56,26 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One pass of one linear. m, n, k: of one rank's GEMM. gemm_us, nccl_us: each half of the work alone. chosen: what `auto`
-    takes."""
+    """One pass of one linear, or a sum of several. sizes: M, N, K of one rank's GEMM. gemm_us, nccl_us: each half of the work
+    alone. by_method: of those that serve. ours: by what `auto` takes, which is `chosen`."""
 
     linear: str
     direction: str
-    m: int
-    n: int
-    k: int
+    sizes: tuple[int, ...]
     gemm_us: float
     nccl_us: float
     by_method: Mapping[str, Estimate]
+    ours: Estimate
     chosen: str
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Microseconds of several passes. by_method: of those that serve all of them. ours_us: by what `auto` takes."""
-
-    gemm_us: float
-    nccl_us: float
-    by_method: Mapping[str, float]
-    ours_us: float
 
     @property
     def exposed_us(self) -> float:
         """What communication adds to the GEMMs."""
-        return max(0.0, self.ours_us - self.gemm_us)
+        return max(0.0, self.ours.us - self.gemm_us)
 
     @property
     def gain(self) -> float:
-        return self.by_method[COLLECTIVE] / self.ours_us
+        return self.by_method[COLLECTIVE].us / self.ours.us
 
 
 def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
@@ -134,7 +123,8 @@ def _predict(system: System, s: Strategy, case: Case) -> Prediction:
     gemm_us = library_us(system, p.rows, p.n, p.k) + (library_us(system, p.k, p.n, p.rows) if is_backward else 0.0)
     nccl_us = reach.collective_us(p, system) * (1 + p.kind.before_wgrad)  # x is sent again
     direction = "backward" if is_backward else "forward"
-    return Prediction(case.model, direction, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen)
+    sizes, ours = (p.rows, p.n, p.k), by_method[chosen]
+    return Prediction(case.model, direction, sizes, gemm_us, nccl_us, by_method, ours, chosen)
 
 
 def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Prediction) -> Prediction:
@@ -142,7 +132,7 @@ def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Predict
     across nodes. features: that are exchanged, of all ranks."""
     exchange = Pass(Kind.A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
     nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
-    parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if reach_of(s.nodes).has_rules else 1
+    parts = parts_that_hide(*over_tp.sizes, system) if reach_of(s.nodes).has_rules else 1
 
     def both(name: str, one: Estimate) -> Estimate:
         apart = name == COLLECTIVE or parts == 1
@@ -150,24 +140,18 @@ def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Predict
         return replace(one, device_us=us)
 
     by_method = {name: both(name, one) for name, one in over_tp.by_method.items()}
-    return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method)
+    return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method, ours=by_method[over_tp.chosen])
 
 
-def total(some: Sequence[Prediction]) -> Sum:
-    """The Sum of these passes."""
-    by_method = {
-        name: run_us(p.by_method[name] for p in some) for name in METHODS if all(name in p.by_method for p in some)
-    }
-    ours = run_us(p.by_method[p.chosen] for p in some)
-    return Sum(sum(p.gemm_us for p in some), sum(p.nccl_us for p in some), by_method, ours)
+def total(linear: str, direction: str, some: Sequence[Prediction]) -> Prediction:
+    """The sum of these passes."""
+    served = [name for name in METHODS if all(name in p.by_method for p in some)]
+    by_method = {name: in_a_row(p.by_method[name] for p in some) for name in served}
+    gemm_us, nccl_us = sum(p.gemm_us for p in some), sum(p.nccl_us for p in some)
+    return Prediction(linear, direction, (), gemm_us, nccl_us, by_method, in_a_row(p.ours for p in some), "-")
 
 
-def run_us(estimates: Iterable[Estimate]) -> float:
-    """Microseconds of passes one after the other: the host may be ahead in one and late in another."""
+def in_a_row(estimates: Iterable[Estimate]) -> Estimate:
+    """Of passes one after the other: the host may be ahead in one and late in another."""
     some = list(estimates)
-    return max(sum(e.device_us for e in some), sum(e.host_us for e in some))
-
-
-def in_layer(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """The predictions without those of the output layer, of which a model has one."""
-    return [p for p in predictions if p.linear != OUTPUT]
+    return Estimate(sum(e.device_us for e in some), sum(e.host_us for e in some))
