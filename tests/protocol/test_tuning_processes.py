@@ -103,7 +103,7 @@ def test_the_second_run_uses_what_the_first_has_measured_and_says_so(
 ) -> None:
     before = values(run_ranks(2, _train, str(tmp_path)))
     assert all("not tuned" in reason for choices in before for _, reason in choices.values())
-    arguments = ("--tp", "2", "--quick", "--tuning-dir", str(tmp_path))
+    arguments = ("--quick", "--tuning-dir", str(tmp_path))
     status, said = script_server.run(*TUNE, *arguments, folder=tmp_path_factory.mktemp("tune"))
     assert status == 0, said
     (file,) = tmp_path.iterdir()
