@@ -283,8 +283,7 @@ class PlanCache:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
         found = self.runs.end(trial, self.table, name)
-        winners = {**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
-        self.table = replace(self.table, winners=winners)
+        self.table = {**self.table, **{winner.measured.bucket: winner for winner in found}}
         for key, by_layout in self.plans.items():
             for planned in by_layout.values():  # the same request, however a rank's weight lies
                 self.before.put(key, planned.request)

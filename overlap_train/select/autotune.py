@@ -144,7 +144,7 @@ def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: to
         keys = [key for key in of_all_ranks[0] if key[0] == pass_.kind and all(key in times for times in of_all_ranks)]
         ms = {Method(key[1]): max(times[key] for times in of_all_ranks) for key in keys}
         default = untuned(pass_, device, nodes).method
-        if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table, nodes) is not None:
+        if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table) is not None:
             continue
         # Training itself was measured: what a layer does to a method is in its time.
         how = fastest({how: Estimate(1e3 * time) for how, time in ms.items()}, default, SAME)

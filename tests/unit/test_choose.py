@@ -34,8 +34,8 @@ QKV = Pass(Kind.AG_GEMM, 8192, 1536, 4096, BF16, 4)
 PROJ = Pass(Kind.GEMM_RS, 8192, 4096, 1024, BF16, 4)
 
 
-def table_of(*winners: Winner, nodes: int = 1) -> Table:
-    return Table({winner.measured.bucket: winner for winner in winners}, nodes)
+def table_of(*winners: Winner) -> Table:
+    return {winner.measured.bucket: winner for winner in winners}
 
 
 def auto(pass_: Pass, system: System = H200, nodes: int = 1) -> str:
@@ -177,7 +177,6 @@ def test_a_measurement_decides_its_own_pass_only() -> None:
     others = [FC1.dgrad, replace(FC1, kind=Kind.GEMM_RS), replace(FC1, dtype=torch.float32), replace(FC1, world=2)]
     for other in [*others, replace(FC1, m=4096), replace(FC1, n=4096), replace(FC1, k=2048)]:
         assert "not tuned" in choose("auto", other, CPU, table).reason
-    assert "not tuned" in choose("auto", FC1, CPU, table, nodes=2).reason, "of a group of another number of nodes"
 
 
 def test_what_the_hopper_kernels_serve_is_measured_apart() -> None:
@@ -202,7 +201,7 @@ def test_the_fastest_options_of_a_method_run() -> None:
 
 def test_across_nodes_the_measured_number_of_chunks_runs() -> None:
     two = Method("chunked", chunks=2)
-    table = table_of(Winner(FC1, two, {Method("chunked"): 2.0, two: 1.0}), nodes=2)
+    table = table_of(Winner(FC1, two, {Method("chunked"): 2.0, two: 1.0}))
     for device in (CPU, H200):
         choice = choose("auto", FC1, device, table, nodes=2)
         assert (choice.how, choice.reason.endswith("; blocks in 2 chunks")) == (two, True)
