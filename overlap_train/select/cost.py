@@ -20,14 +20,12 @@ import torch
 
 from .method import Method, Pass
 from .system import System
-from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
+from .tiles import HOPPER_TILE, chunks_of, count_waves
 
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
 _BURST_US = 60.0  # that a GEMM saves before its clock falls
-_PORTABLE_SPEED = 0.83  # of our plain Triton kernels over the library's
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
 _WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
-_BARRIER_US = 11.5
 _PACKED = 0.42  # the part of the memory's pace that torch's copies of blocks apart reach
 # Longer sequences come to A2A + GEMM in parts whose blocks lie apart, and `direct` copies them first.
 _MOST_SENT = 60 << 20
@@ -72,7 +70,7 @@ class Reach:
         column linear's partial sums leave, and for which it gathers its input again."""
         alone, finish = _alone_us(pass_, how, system), _finish_us(pass_, how, system)
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
-        return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
+        return Estimate(us, host_us(pass_, how, system, backward))
 
 
 @cache
@@ -146,14 +144,11 @@ def in_parts_us(p: Pass, system: System, chunks: int = 1, sm_margin: int = 0) ->
 
 def host_us(p: Pass, how: Method, system: System, backward: bool) -> float:
     """Driver calls of a call. backward: with the weight gradient."""
-    peers, by_library = p.world - 1, how.name in ("collective", "low_latency")
-    calls = _CALLS[how.name] + (2 if by_library else 6) * backward
-    if backward and not p.kind.receives and peers:  # what forward has sent is sent again
-        calls += {"collective": 9, "low_latency": 2}.get(how.name, 2 * peers)
+    calls = _CALLS[how.name] + (2 if how.name in ("collective", "low_latency") else 6) * backward
     if how.name == "chunked":
         calls += 6 * p.world
     if how.pushes:
-        calls += (2 if p.kind.receives else 3) * peers * chunks_of(how, p, system)
+        calls += (2 if p.kind.receives else 3) * (p.world - 1) * chunks_of(how, p, system)
     return system.host_call_us * calls
 
 
@@ -191,17 +186,13 @@ def _longest(p: Pass, gemm: float, sent: float, chunks: int = 1, tile: float = 0
 
 def _kernel_us(p: Pass, how: Method, system: System) -> tuple[float, float, float]:
     """The GEMM by our kernels: waves of tiles, one tile, and what power allows. A tile takes longer where rows of several ranks
-    fill it, and the rows of each block that is gathered read b again."""
-    kind, tile, chunks = p.kind, HOPPER_TILE, chunks_of(how, p, system)
-    rows, columns = max(1, p.m // p.world // chunks), p.n // (p.world if kind.splits_columns else 1)
-    blocks = chunks * (1 if kind.sums_blocks else p.world)
-    tiles = tile.count(rows, columns, blocks)
+    fill it."""
+    tile, chunks = HOPPER_TILE, chunks_of(how, p, system)
+    rows, columns = max(1, p.m // p.world // chunks), p.n // (p.world if p.kind.splits_columns else 1)
+    tiles = tile.count(rows, columns, chunks * (1 if p.kind.sums_blocks else p.world))
     tile_us = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
-    cut = tiles if kind.receives else tile.pairs(rows, columns, chunks)
-    reads = blocks if kind.gathers else 1
-    speed = 1.0 if on_hopper(p, system) else _PORTABLE_SPEED
-    waves_us = max(count_waves(tiles, system.sms, cut) * tile_us, sum_us(system, reads * columns * p.k * _BF16)) / speed
-    return waves_us, min(waves_us, tile_us / speed), _power_us(system, p.rows, p.n, p.k) / speed
+    waves_us = count_waves(tiles, system.sms, tiles) * tile_us
+    return waves_us, min(waves_us, tile_us), _power_us(system, p.rows, p.n, p.k)
 
 
 def _finish_us(p: Pass, how: Method, system: System) -> float:
@@ -227,9 +218,6 @@ def _backward_us(p: Pass, how: Method, system: System, alone: float, finish: flo
         dgrad, wgrad = (us + min(nccl / 2, us) for us in (alone - nccl, wgrad))
         return max(dgrad, nccl) + max(wgrad, nccl)
     again, sent = _push_us(p, system, 1), _push_us(p, system, chunks_of(how, p, system)) if how.pushes else 0.0
-    if how.name == "direct":  # its stores share the links with the blocks of x
-        alone = max(alone, again + p.sent_bytes / (system.tile_store_gbs * 1e3))
-    wgrad += sum_us(system, 2 * p.sent_bytes / (p.world - 1))  # its own rows are copied to the others
     if how.name == "fused" and not how.split_reduction:  # own tiles wait for partials behind the blocks of x
         return max(alone, again + sent) + wgrad
     return max(max(alone, again) + wgrad, again + sent) + finish
