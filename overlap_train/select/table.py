@@ -3,8 +3,8 @@ ranks.
 
 A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`: what changes the answer and is known before anything
 is sent. Each winner has the pass that was measured (kind, dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by
-field, with its `ms`. A file is replaced as a whole: a reader sees the old or the new one, never a part. Of two tuners that write at
-once, the later one may leave out what the earlier one has just added.
+field, with its `ms`. A file is replaced as a whole: a reader sees the old or the new one, never a part. Of two tuners that write
+at once, the later one may leave out what the earlier one has just added.
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ def test_ranks_that_are_well(script_server: ScriptServer, tmp_path: Path) -> Non
 def test_a_wrong_result_is_named(script_server: ScriptServer, tmp_path: Path) -> None:
     status, said = doctor(script_server, tmp_path, faults=("wrong result",))
     assert status == 1 and f"rank 1 on {HOST}" in said
-    wrong = f"AG + GEMM: 24 of 768 elements wrong, in rows of rank 0 on {HOST}, rank 1 on {HOST}, in round 1"
+    wrong = (
+        f"RuntimeError: AG + GEMM: 24 of 768 elements wrong, in rows of rank 0 on {HOST}, rank 1 on {HOST}, in round 1"
+    )
     assert failures(tmp_path) == {("operator", 1): wrong}
 
 

@@ -29,8 +29,8 @@ def test_equal_lines_become_one_and_a_failure_shows_rank_host_and_fix() -> None:
     ]
 
 
-@pytest.mark.parametrize("card", [SYSTEMS["h200"], None])
-def test_a_slow_link_is_named_at_its_source(card: System | None) -> None:
+@pytest.mark.parametrize("card", [SYSTEMS["h200"], SYSTEMS["b200"]])
+def test_a_slow_link_is_named_at_its_source(card: System) -> None:
     speeds = {(s, t): 380.0 for s in range(4) for t in range(4) if s != t} | {(1, 3): 190.0}
     (slow,) = ranks.judge_links(HERE, "link", speeds, card)
     assert slow.status == WARN and slow.measured == "190 GB/s from rank 5 on node1 to rank 7 on node1"

@@ -6,7 +6,6 @@ store, which needs no peer: ranks post their findings there, and go on when all 
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
@@ -29,7 +28,6 @@ _GRACE_S = 5.0  # what ranks get after another one has raised, and for a roll ca
 # roll call and the report.
 CALL_S = 30.0
 _LEFT_S = 10.0
-_BACKSTOP_S = 60.0  # beyond the limit: ends a process whose main thread cannot run either
 _DEAD = "the process is dead or stopped: see its own log, then dmesg and nvidia-smi there"
 Work = Callable[[], list[Finding]]
 
@@ -53,7 +51,6 @@ class Job:
         """
         if self.broken:
             return []
-        faulthandler.dump_traceback_later(limit_s + _GRACE_S + _BACKSTOP_S, exit=True)
         began = time.monotonic()
         self._worker.submit(self._post_outcome, name, work, fix)
         replies = self._wait(name, limit_s)
@@ -66,7 +63,6 @@ class Job:
             found += self._blame(Finding(FAIL, name, after, f"an answer within {limit_s:g} s", fix), replies)
             self.skip(f"whatever follows {name}, which did not end")
             self.broken = True
-        faulthandler.cancel_dump_traceback_later()
         self.findings += found
         return found
 

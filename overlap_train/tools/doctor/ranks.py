@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...group.signals import poll
-from ...select.system import System, system_of
+from ...select.system import System
 from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.timing import Pace, measure
@@ -40,11 +40,10 @@ MEMORY_FIXES = {
     "nvshmem": "pip install nvshmem4py-cu13 cuda-core on every host, NVSHMEM_DEBUG=INFO for its reason; else "
     "--overlap-train-provider torch",
 }
-_WRONG_FIX = (
-    "do not train here with overlap: --overlap-train-method collective; see this rank's other lines, and file an issue "
-    "with this report"
+_FIX = (
+    "see docs/troubleshooting.md for the message; a named rank's own lines and log come first. If a result is wrong, do not "
+    "train here with overlap (--overlap-train-method collective), and file an issue with this report"
 )
-_ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own lines and log come first"
 
 
 def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
@@ -64,8 +63,7 @@ def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
     views = [heap.view(rank) for rank in range(here.size)]
     opened = Finding(OK, name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
     signals = _check_signals(here, views, f"signal {provider}")
-    card = system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None
-    links = judge_links(here, f"link {provider}", _speeds(here, views), card)
+    links = judge_links(here, f"link {provider}", _speeds(here, views), System.of(here.device))
     heap.close()
     return [opened, signals, *links]
 
@@ -75,30 +73,27 @@ def _check_signals(here: World, views: Sequence[torch.Tensor], name: str) -> Fin
 
     A view begins with W blocks of data and W words: block s and word s of every rank are written by rank s alone.
     """
-    size, me, early = here.size, here.rank, set[int]()
+    size, me = here.size, here.rank
     blocks = [view[: size * _BLOCK].view(size, _BLOCK) for view in views]
-    words = [view[size * _BLOCK :][: 8 * size].view(torch.int64).split(1) for view in views]
+    words = [view[size * _BLOCK :][: 8 * size].view(torch.int64) for view in views]
     peers = [(me + step) % size for step in range(1, size)]
     for turn in range(1, _TURNS + 1):
         for peer in peers:
-            for there in (blocks[peer][me], words[peer][me]):
+            for there in (blocks[peer][me], words[peer][me : me + 1]):
                 there.copy_(torch.full_like(there, turn))
         for peer in peers:
-            if not poll(partial(_has_come, words[me][peer], turn), _SIGNAL_S):
+            if not poll(partial(_has_come, words[me], peer, turn), _SIGNAL_S):
                 raise TimeoutError(
                     f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
                 )
             if not bool((blocks[me][peer] == turn).all()):
-                early.add(peer)
+                raise RuntimeError(f"a signal of {here.who(peer)} came before its data; do not train here with overlap")
         dist.barrier(here.group)  # all have read
-    if early:
-        writers = ", ".join(here.who(peer) for peer in sorted(early))
-        return Finding(FAIL, name, f"a signal of {writers} came before its data", "data first", _WRONG_FIX)
     return Finding(OK, name, f"{_TURNS} times 1 MiB to and from {size - 1} peers, each before its signal")
 
 
-def _has_come(word: torch.Tensor, turn: int) -> bool:
-    return int(word.item()) >= turn
+def _has_come(words: torch.Tensor, peer: int, turn: int) -> bool:
+    return int(words[peer].item()) >= turn
 
 
 def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int], float]:
@@ -114,7 +109,7 @@ def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int],
     return speeds
 
 
-def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
+def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], card: System) -> list[Finding]:
     """One finding for each link out of this rank that is slow, else one for all of them. speeds: GB/s by (source, target)."""
     mine = {target: speed for (source, target), speed in speeds.items() if source == here.rank}
     if not mine:
@@ -122,14 +117,16 @@ def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], ca
     told = f"{min(mine.values()):.3g} to {max(mine.values()):.3g} GB/s to {len(mine)} peers"
     if here.device.type != "cuda":
         return [Finding(OK, name, f"{told} through shared memory", "not judged: CPU")]
-    is_known = card is not None and card.is_measured
-    least = _LOW * (card.copy_gbs if is_known else statistics.median(speeds.values()))
-    expected = f"at least {least:.0f} GB/s" + ", as the median link: this card is not known" * (not is_known)
+    least = _LOW * (card.copy_gbs if card.is_measured else statistics.median(speeds.values()))
+    expected = f"at least {least:.0f} GB/s" + ", as the median link: this card was not measured" * (
+        not card.is_measured
+    )
     fix = "nvidia-smi nvlink -s and -e on the host, nvidia-smi topo -m; other jobs on these GPUs; then have the host drained"
-    slow = {
-        target: f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}" for target, speed in mine.items()
-    }
-    found = [Finding(WARN, name, slow[target], expected, fix) for target, speed in mine.items() if speed < least]
+    found = [
+        Finding(WARN, name, f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}", expected, fix)
+        for target, speed in mine.items()
+        if speed < least
+    ]
     return found or [Finding(OK, name, told, expected)]
 
 
@@ -142,14 +139,11 @@ def check_operators(here: World, name: str, config: OverlapConfig, seconds: floa
     """
     deadline, expected = time.monotonic() + seconds, "bitwise equal to torch"
     for rounds in count(1):
-        problems, error = here.result_of(partial(_differences, here, config, rounds))
+        error = here.attempt(partial(_compare, here, config, rounds))
         if error is not None:
-            return [] if error == _ELSEWHERE else [Finding(FAIL, name, error, "all operators end", _ERROR_FIX)]
-        if here.any(bool(problems) or time.monotonic() > deadline):  # one rank's clock or result ends it for all
+            return [] if error == _ELSEWHERE else [Finding(FAIL, name, f"{error}, in round {rounds}", expected, _FIX)]
+        if here.any(time.monotonic() > deadline):  # one rank's clock ends it for all
             break
-    if here.any(bool(problems)):
-        told = f"{'; '.join(problems)}, in round {rounds}"
-        return [Finding(FAIL, name, told, expected, _WRONG_FIX)] if problems else []
     right = Finding(OK, name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)
     x, w, *_ = _inputs(here, 0)
     calls = {
@@ -162,26 +156,26 @@ def check_operators(here: World, name: str, config: OverlapConfig, seconds: floa
     told = f"{ours:.3f} ms; collective then GEMM {sequence:.3f} ms: {sequence / ours:.2f} x"
     if here.device.type != "cuda" or config.node_ranks:
         return [right, Finding(OK, f"{name} time", told, "not judged: CPU, or nodes on one machine")]
-    fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
-    is_slow = ours > sequence
-    return [right, Finding(WARN if is_slow else OK, f"{name} time", told, "faster than the sequence", fix * is_slow)]
+    fix = "overlap does not pay here: see the lines on links; other load on the host, a GPU that throttles" * (
+        ours > sequence
+    )
+    return [right, Finding(WARN if fix else OK, f"{name} time", told, "faster than the sequence", fix)]
 
 
-def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
+def _compare(here: World, config: OverlapConfig, seed: int) -> None:
+    """Raises RuntimeError for a wrong result."""
     x, w, h, v = _inputs(here, seed)
     y = all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm")
     z = linear_reduce_scatter(h, v, group=here.group, config=config, name="doctor/gemm_rs")
     here.synchronize()  # a wait on the GPU gives up there; then its output is NaN, but the reason is the time-out
     check_timeouts()
     products, sums = here.gather(x).float() @ w.float().t(), here.scatter(h.float() @ v.float().t())
-    found = []
     for name, result, expected in (("AG + GEMM", y, products), ("GEMM + RS", z, sums)):
         wrong = result != expected.to(result.dtype)
         if bool(wrong.any()):
             told = f"{name}: {int(wrong.sum())} of {result.numel()} elements wrong"
-            sources = wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
-            found.append(f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told)
-    return found
+            sources = map(here.who, wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist())
+            raise RuntimeError(f"{told}, in rows of {', '.join(sources)}" if result is y else told)
 
 
 def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:

@@ -45,11 +45,12 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
     """
     found: list[Compared] = []
     for path, of_rows in ((folder / "operators.json", _operators), (folder / "layers.json", _layers)):
-        record = json.loads(path.read_text()) if path.exists() else {"rows": []}
-        device = record.get("hardware", {}).get("device")
-        on = system or system_of(str(device))
-        if record["rows"] and on is None:
-            raise ValueError(f"--check {folder}: recorded on {device!r}, which is not known; add --system")
+        if not path.exists():
+            continue
+        record = json.loads(path.read_text())
+        on = system or system_of(record["hardware"]["device"])
+        if on is None:
+            raise ValueError(f"--check {folder}: recorded on a GPU that is not known; add --system")
         found += [one._replace(case=f"{folder.name} {one.case}") for one in of_rows(record["rows"], on)]
     if not found:
         raise ValueError(
@@ -60,7 +61,7 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
 
 def _operators(rows: list[Row], system: System) -> list[Compared]:
     """Rows of `bench operators`, each half of the work once a shape. Emulated networks between nodes are not estimated."""
-    found = {}
+    found: dict[tuple[str, str], Compared] = {}
     for row in (row for row in rows if "network_sms" not in row):
         case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"
         measured = Case("", row["op"], row["pass"], row["m"], row["n"], row["k"])
@@ -82,7 +83,7 @@ def _alone(method: str, p: Pass, system: System) -> Estimate:
 
 def _layers(rows: list[Row], system: System) -> list[Compared]:
     """Forward and backward of two linears. Attention blocks of Ulysses, which have a core attention, are not estimated."""
-    found = {}
+    found: dict[tuple[str, str], Compared] = {}
     for row in (row for row in rows if row["layer"] in LAYERS):
         case, method = f"{row['layer']} s={row['seq']}", row["method"]
         for what, us, ms in (
