@@ -31,13 +31,12 @@ def step_flops(settings: Settings) -> float:
     (forward and two in backward), the causal half of attention, nothing that is computed a second time. For B samples of s
     tokens, with q = heads x head width and k = groups x head width:
 
-        6 B s [ layers ( h (q + 2 k) + s q + q h + MLPs a token x 3 h ffn ) + h x padded vocabulary ]      s q: 2 (s / 2) q
+        6 B s [ layers ( h (q + 2 k) + s q + q h + 3 h ffn ) + h x padded vocabulary ]      s q: 2 (s / 2) q
     """
     h, s, width = settings.hidden_size, settings.seq_length, settings.kv_channels
     width = width or h // settings.num_attention_heads
     q, k = settings.num_attention_heads * width, settings.num_query_groups * width
-    mlps = settings.moe_router_topk if settings.num_moe_experts else 1
-    layer = h * (q + 2 * k) + s * q + q * h + mlps * 3 * h * settings.ffn_hidden_size
+    layer = h * (q + 2 * k) + s * q + q * h + 3 * h * settings.ffn_hidden_size
     return 6.0 * settings.global_batch_size * s * (settings.num_layers * layer + h * settings.vocabulary_rows)
 
 

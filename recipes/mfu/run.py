@@ -103,11 +103,10 @@ class Comparison:
         """Time forward and backward, in turns. What a variant exposes is how much longer they take than with Megatron-Core's
         linears without communication, which then add weight gradients as the variant's do.
 
-        Unknown of Ulysses and of experts, whose exchanges move data that the next GEMM needs, and of a graph, since host time
-        would show.
+        Unknown of Ulysses, whose exchanges move data that the next GEMM needs, and of a graph, since host time would show.
         """
         calls = {name: variant.forward_backward for name, variant in self.variants.items()}
-        megatron = None if self.settings.cp > 1 or self.settings.num_moe_experts else self.variants.get("megatron")
+        megatron = None if self.settings.cp > 1 else self.variants.get("megatron")
         if megatron is not None:
             for adds_in_place in {variant.adds_in_place: None for variant in self.variants.values()}:
                 calls[f"alone {adds_in_place}"] = partial(megatron.forward_backward_alone, adds_in_place)

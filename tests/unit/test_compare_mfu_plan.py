@@ -44,7 +44,6 @@ WRONG = [
     ("--cp 2 --variants megatron", ["--variants megatron with --cp 2", "take nccl"]),
     ("--cp 2 --variants nccl_graph,megatron_graph", ["--variants megatron_graph with --cp 2", "take nccl_graph"]),
     ("--variants auto", ["--variants", "'auto'", "overlap"]),
-    ("--model mixtral-8x7b --variants overlap_graph", ["overlap_graph", "without experts"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
     ("--variants megatron,flux", ["--variants", "'flux'", "nccl"]),
     ("--layers 1,2", ["--layers", "2 numbers for 1 models"]),

@@ -132,7 +132,8 @@ def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Predict
     across nodes. features: that are exchanged, of all ranks."""
     exchange = Pass(Kind.A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
     nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
-    parts = parts_that_hide(*over_tp.sizes, system) if reach_of(s.nodes).has_rules else 1
+    m, n, k = over_tp.sizes
+    parts = parts_that_hide(m, n, k, system) if reach_of(s.nodes).has_rules else 1
 
     def both(name: str, one: Estimate) -> Estimate:
         apart = name == COLLECTIVE or parts == 1
