@@ -139,7 +139,7 @@ def _tune(rank: int, world: int, folder: str) -> list[str]:
         methods["chunked"], methods["fused"] = slow(methods["chunked"]), broken  # type: ignore[index]
     here = World(dist.group.WORLD, CPU, rank, world)
     config = OverlapConfig(timeout_s=30.0, tuning_dir=folder)
-    settings = Settings(("chunked", "fused"), torch.float32, True, config)
+    settings = Settings(("chunked", "fused", "collective"), torch.float32, True, config)
     results = Results()
     session = Session(settings, here, results)
     domain = session.domain([M * INSIDE * 4])

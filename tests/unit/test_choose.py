@@ -22,7 +22,7 @@ from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.tools.measure.cases import Case
-from overlap_train.tools.tune.candidates import candidates, ways_of
+from overlap_train.tools.tune.candidates import ways_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -276,9 +276,3 @@ def test_across_nodes_numbers_of_chunks_are_tried() -> None:
     counts = {way.chunks for way in ways_of(far, "fused", H200, nodes=2)}
     assert counts >= {0, 1, 2} and all(way.name == "fused" for way in ways_of(far, "fused", H200, nodes=2))
     assert ways_of(far, "collective", H200, nodes=2) == [Method("collective")]
-
-
-def test_collective_and_the_default_are_always_candidates() -> None:
-    assert candidates(["chunked"], "fused", FC1) == ["chunked", "fused", "collective"]
-    assert candidates(["low_latency"], "fused", FC1) == ["fused", "collective"], "it does not serve so many bytes"
-    assert candidates(["direct"], "fused", FC1, nodes=2) == ["fused", "collective"]

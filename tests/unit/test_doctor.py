@@ -12,7 +12,8 @@ import torch
 from overlap_train import cli
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.tools.doctor import machine, ranks
-from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding, lines_of
+from overlap_train.tools.doctor.command import lines_of
+from overlap_train.tools.doctor.job import FAIL, OK, WARN, Finding
 from overlap_train.tools.measure.world import World
 
 HERE = World(object(), torch.device("cuda"), 1, 4, ("node1",) * 4, (4, 5, 6, 7))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -30,8 +30,7 @@ from ..measure import world
 from ..measure.results import write_json
 from ..measure.world import World, first_line, join, pretend_nodes
 from . import machine, ranks
-from .job import CALL_S, Job, Work, open_job
-from .report import FAIL, OK, WARN, Finding, lines_of, verdict
+from .job import CALL_S, FAIL, OK, WARN, Finding, Job, Work, open_job, verdict
 
 _LATE = "run again; if it repeats, py-spy dump the named ranks and file an issue with this report"
 _DRIVER = "the driver does not answer: nvidia-smi on this host, dmesg for Xid errors"
@@ -101,6 +100,21 @@ def main(arguments: list[str]) -> int:
         sys.stdout.flush()
         os._exit(status)
     return status
+
+
+def lines_of(findings: Sequence[Finding], size: int) -> Iterator[str]:
+    """What is printed. Ranks that say the same share a line. size: ranks of the job."""
+    together: dict[tuple[str, ...], list[Finding]] = {}
+    for f in findings:
+        together.setdefault((f.status, f.name, f.measured, f.expected, f.fix), []).append(f)
+    for (status, name, measured, expected, fix), same in together.items():
+        ranks = ", ".join(f"{f.rank} on {f.host}" for f in same if f.rank is not None)
+        where = "" if size == 1 or not ranks else ", all ranks" if len(same) == size else f", rank {ranks}"
+        yield f"{status:<4}  {name}{where}: {measured}" + f" [{expected}]" * bool(expected)
+        if fix:
+            yield f"        fix: {fix}"
+    counts = [f"{n} {status}" for status in (FAIL, WARN, OK) if (n := sum(key[0] == status for key in together))]
+    yield f"doctor: {verdict(findings)} ({', '.join(counts)})"
 
 
 def check_machine(job: Job, limit_s: float) -> bool:

@@ -11,17 +11,17 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..measure.world import first_line
-from .report import FAIL, WARN, Finding
 
+OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _TURN_S = 0.05
 _GRACE_S = 5.0  # what ranks get after another one has raised, and for a roll call
 # Beyond the limit: a call that nothing can interrupt ends its process (symmetric/bounded.py). Before that come the grace, a
@@ -29,6 +29,30 @@ _GRACE_S = 5.0  # what ranks get after another one has raised, and for a roll ca
 CALL_S = 30.0
 _LEFT_S = 10.0
 _DEAD = "the process is dead or stopped: see its own log, then dmesg and nvidia-smi there"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found on one rank.
+
+    status: OK, WARN (it works, but not as it could, or could not be checked) or FAIL (training would fail or be wrong).
+    measured, expected, fix: text with units; the last two may be empty. rank, host: put in by the job.
+    """
+
+    status: str
+    name: str
+    measured: str
+    expected: str = ""
+    fix: str = ""
+    rank: int | None = None
+    host: str = ""
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The worst status; OK where nothing was found."""
+    return max((finding.status for finding in findings), key=(OK, WARN, FAIL).index, default=OK)
+
+
 Work = Callable[[], list[Finding]]
 
 

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ...select.table import installed
-from .report import FAIL, OK, WARN, Finding
+from .job import FAIL, OK, WARN, Finding
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine")
 FOR_GPUS = ("nvshmem4py-cu13", "nvidia-nvshmem-cu13", "cuda-core", "nvidia-nccl-cu13")

@@ -24,7 +24,7 @@ from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
 from ..measure.timing import Pace, measure
 from ..measure.world import World
-from .report import FAIL, OK, WARN, Finding
+from .job import FAIL, OK, WARN, Finding
 
 _ELSEWHERE = "failed on another rank"  # see World.attempt
 _AGREE_S = 30.0  # for all ranks to come
