@@ -108,7 +108,7 @@ def choose(requested: str, pass_: Pass, device: torch.device | System, table: Ta
 def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winner | None:
     """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
     kind says nothing about the other."""
-    winner = table.get(pass_.bucket)
+    winner = table.get(pass_.bucket) if table else None
     fits = winner is not None and on_hopper(winner.measured, device) == on_hopper(pass_, device)
     return winner if fits else None
 

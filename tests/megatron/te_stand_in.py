@@ -8,7 +8,7 @@ fresh process, before Megatron is imported.
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -227,30 +227,12 @@ class _Module(ModuleType):
         return MagicMock()
 
 
-def _userbuffers(base: Any) -> None:
-    """pytorch.module.base, as far as --tp-comm-overlap calls it: `made` has the arguments of each call of initialize_ub."""
-    base.made, base._ub_communicators = [], None
-    base.UserBufferQuantizationMode = SimpleNamespace(NONE="none")
-
-    def initialize_ub(**arguments: Any) -> None:
-        assert base._ub_communicators is None
-        base._ub_communicators = len(base.made)
-        base.made.append(arguments)
-
-    base.initialize_ub, base.destroy_ub = initialize_ub, lambda: setattr(base, "_ub_communicators", None)
-
-
 def install() -> None:
     """Make `import transformer_engine` find the stand-in."""
     assert "megatron.core" not in sys.modules
-    names = (
-        "", ".pytorch", ".pytorch.fp8", ".pytorch.float8_tensor", ".pytorch.cpp_extensions",
-        ".pytorch.module", ".pytorch.module.base",
-    )  # fmt: skip
+    names = ("", ".pytorch", ".pytorch.fp8", ".pytorch.float8_tensor", ".pytorch.cpp_extensions")
     modules = [_Module(f"transformer_engine{name}") for name in names]
-    package, torch_part, fp8, tensors, _, module, base = modules
-    module.base = base  # type: ignore[attr-defined]
-    _userbuffers(base)
+    package, torch_part, fp8, tensors, _ = modules
     package.__version__, package.pytorch, torch_part.fp8 = "1.8.0", torch_part, fp8  # type: ignore[attr-defined]
     tensors.Float8Tensor = type("Float8Tensor", (torch.Tensor,), {})  # type: ignore[attr-defined]
     for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):

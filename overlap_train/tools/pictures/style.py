@@ -23,7 +23,6 @@ SETTINGS: Any = {
 PERFECT = "perfect overlap"  # the name of the bound in every picture, drawn in black
 BOUNDS = ("bound", "alone", "no_exchange")  # lines that bars are held against
 GRAPH = "_graph"  # ends the name of what runs as a CUDA graph
-AGAIN = " again"  # ends the name of what was trained a second time
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,9 @@ LOOKS = {
     "async_tp": Look("async-TP", "#999933"),
     "by_nodes": Look("NCCL node by node + cuBLAS", "#8C564B"),
     "three_gemms": Look("three GEMMs, asynchronous", "#56B4E9"),
-    "data_parallel": Look("data parallel, CP 1", "#332288"),
     "nccl": Look("NCCL, then cuBLAS", "#777777"),
     "te": Look("TransformerEngine", "#AA4466"),
     "te_userbuffers": Look("TE userbuffers", "#DDCC77"),
-    "te_userbuffers_ring": Look("TE userbuffers, ring", "#661100"),
-    "te_overlap": Look("overlap_train on TE", "#44AA99"),
     "collective": Look("collective", "#882255"),
     "chunked": Look("chunked", "#CC79A7"),
     "fused": Look("fused", "#009E73"),
@@ -68,11 +64,11 @@ LOOKS = {
 
 
 def plain(name: str) -> str:
-    return name.removesuffix(AGAIN).removesuffix(GRAPH)
+    return name.removesuffix(GRAPH)
 
 
 def look_of(name: str) -> Look:
-    """The Look of a method, a baseline, or a variant of training; one as a CUDA graph or trained again has the same colour."""
+    """The Look of a method, a baseline, or a variant of training; one as a CUDA graph has the same colour."""
     look = LOOKS[plain(name)]
     return replace(look, label=f"{look.label}, CUDA graph") if name.endswith(GRAPH) else look
 
