@@ -36,11 +36,9 @@ def test_a_plan_by_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> Non
     assert float(layer[2]) == pytest.approx(gemm, abs=0.01) and float(layer[-4]) == pytest.approx(ours, abs=0.01)
 
 
-def test_the_same_by_ulysses_by_both_and_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_by_ulysses_and_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     ulysses = rows_of(planned(capsys, "--cp", "4", "--seq", "32768"))
     assert ulysses["qkv", "forward"][-2] in ("fused", "direct") and ulysses["fc1", "forward"][-2] == "-"
-    both = rows_of(planned(capsys, "--tp", "4", "--cp", "2", "--seq", "32768"))
-    assert float(both["qkv", "forward"][-1]) > 1.0
     two = rows_of(planned(capsys, "--tp", "16", "--nodes", "2", "--model", "llama3-70b", "--seq", "131072"))
     assert two["fc1", "forward"][-2] in ("fused", "chunked"), "long blocks"
     short = rows_of(planned(capsys, "--tp", "16", "--nodes", "2", "--seq", "2048"))
@@ -58,6 +56,7 @@ def test_a_slower_gpu_has_less_to_gain(capsys: pytest.CaptureFixture[str]) -> No
         (("--system", "abacus"), "--system abacus: it must be one of h200, "),
         (("--tp", "3"), "must be divisible by"),
         (("--tp", "16"), "at most 8; set --nodes"),
+        (("--tp", "2", "--cp", "2"), "both at once are not estimated"),
         (("--tp", "6", "--nodes", "4"), "each node must have as many"),
         (("--check", "."), "no row of operators.json or layers.json"),
     ],

@@ -10,5 +10,5 @@ def test_every_thing_has_a_colour_of_its_own() -> None:
     same = {"overlap", "inside", "alone", "no_exchange"}
     colours = [look.colour for name, look in style.LOOKS.items() if name not in same]
     assert len(set(colours)) == len(colours)
-    assert style.look_of("overlap_graph again").colour == style.look_of("auto").colour
+    assert style.look_of("overlap_graph").colour == style.look_of("auto").colour
     assert style.look_of("megatron_graph").label == "Megatron-Core, CUDA graph"

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...flags import option, positive_int, positive_int_or_0
-from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
 from ...select.cost import Estimate, library_us, reach_of
-from ...select.method import LOW_LATENCY, NAMES, Pass
+from ...select.method import LOW_LATENCY, NAMES
 from ...select.system import System
-from ...ulysses.parts import parts_that_hide
 from ..measure.cases import Case, cases_of, check_divisible
 from ..measure.models import OPS_OF_LINEARS, Model
 
@@ -42,16 +40,8 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """GPUs of one copy of the model; tensor-parallel ranks follow each other."""
+        """GPUs of one copy of the model."""
         return self.tp * self.cp
-
-    @property
-    def tp_nodes(self) -> int:
-        return max(1, self.tp // (self.ranks // self.nodes))
-
-    @property
-    def cp_nodes(self) -> int:
-        return self.nodes if self.tp_nodes == 1 else self.cp
 
 
 @dataclass(frozen=True)
@@ -89,8 +79,8 @@ def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
         raise ValueError(
             f"{asked}: each node must have as many, and at most {system.gpus_per_node}; set --nodes, or --tp and --cp"
         )
-    if local % s.tp and s.tp % local:
-        raise ValueError(f"{asked}: --tp must be a divisor or a multiple of the {local} ranks of a node")
+    if s.tp > 1 and s.cp > 1:
+        raise ValueError(f"--tp {s.tp} with --cp {s.cp}: both at once are not estimated; plan one of them")
     check_divisible("--seq times --micro-batch", s.rows, s.ranks)
     weights = dict(model.linears)
     if model.vocab_size:
@@ -98,23 +88,18 @@ def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
         weights[OUTPUT] = (-(-model.vocab_size // step) * step, model.hidden_size)
     found = []
     for name, weight in weights.items():
-        # Where weights are whole, Ulysses' projections are operators of its group; else all linears have a part of the rows.
-        exchanged = name in _PROJECTIONS and s.cp > 1
-        if exchanged and s.tp == 1:
+        # Under Ulysses weights are whole: its projections are operators of its group, and other linears have a part of the rows.
+        if name in _PROJECTIONS and s.cp > 1:
             cases = cases_of(name, _PROJECTIONS[name], weight, s.rows, s.cp, name)
         else:
             cases = cases_of(name, OPS_OF_LINEARS[name], weight, s.rows // s.cp, s.tp, name)
-        predictions = [_predict(system, s, case) for case in cases]
-        if exchanged and s.tp > 1:
-            features = weight[0] if name == "qkv" else weight[1]
-            predictions = [_beside_ulysses(system, s, features, p) for p in predictions]
-        found += predictions
+        found += [_predict(system, s, case) for case in cases]
     return found
 
 
 def _predict(system: System, s: Strategy, case: Case) -> Prediction:
-    crossed = case.kind.exchanges
-    p, nodes = case.planned(s.cp if crossed else s.tp, torch.bfloat16), s.cp_nodes if crossed else s.tp_nodes
+    p = case.planned(s.cp if case.kind.exchanges else s.tp, torch.bfloat16)
+    nodes = s.nodes if p.world > 1 else 1
     is_backward, reach, chosen = case.pass_ == "dgrad", reach_of(nodes), untuned(p, system, nodes).method
     names = dict.fromkeys([*filter(reach.may_choose, METHODS), chosen])
     by_method = {
@@ -125,23 +110,6 @@ def _predict(system: System, s: Strategy, case: Case) -> Prediction:
     direction = "backward" if is_backward else "forward"
     sizes, ours = (p.rows, p.n, p.k), by_method[chosen]
     return Prediction(case.model, direction, sizes, gemm_us, nccl_us, by_method, ours, chosen)
-
-
-def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Prediction) -> Prediction:
-    """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart
-    across nodes. features: that are exchanged, of all ranks."""
-    exchange = Pass(Kind.A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
-    nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
-    m, n, k = over_tp.sizes
-    parts = parts_that_hide(m, n, k, system) if reach_of(s.nodes).has_rules else 1
-
-    def both(name: str, one: Estimate) -> Estimate:
-        apart = name == COLLECTIVE or parts == 1
-        us = one.device_us + nccl_us if apart else max(one.device_us, nccl_us) + nccl_us / parts
-        return replace(one, device_us=us)
-
-    by_method = {name: both(name, one) for name, one in over_tp.by_method.items()}
-    return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method, ours=by_method[over_tp.chosen])
 
 
 def total(linear: str, direction: str, some: Sequence[Prediction]) -> Prediction:
