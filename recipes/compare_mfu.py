@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from gpt.program import RecipeError, join_ranks, run_program, say
+from gpt.program import join_ranks, run_program, say
 from mfu.plan import read_flags, settings_for
 
 
@@ -33,9 +33,10 @@ def compare(arguments: list[str]) -> None:
             found = Comparison(plan, settings, overlap, world)
             found.train()
             found.time_passes()
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:  # on this rank: the others may wait for it
             way_out = "all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
-            raise RecipeError(f"{str(error).partition('. ')[0]}; {way_out}") from None
+            print(f"compare_mfu: {way_out}", file=sys.stderr, flush=True)
+            raise
         rows += results.rows_of(found)
         found.close()
         table = results.write(plan, rows, world)  # after each model, so that none is lost
