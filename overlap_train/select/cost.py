@@ -63,7 +63,8 @@ class Reach:
 
     def collective_us(self, pass_: Pass, system: System) -> float:
         """NCCL's exchange of a pass."""
-        return _nccl_us(pass_, system)
+        gbs = system.nccl_pair_gbs if pass_.world == 2 and not pass_.kind.exchanges else system.nccl_ring_gbs
+        return 0.0 if pass_.world == 1 else system.nccl_us + pass_.sent_bytes / (gbs * 1e3)
 
     def estimate(self, pass_: Pass, how: Method, system: System, backward: bool = False) -> Estimate:
         """What a pass takes by a method. backward: the whole backward of its linear: also the weight gradient, under which a
@@ -114,11 +115,6 @@ def by_nccl_us(p: Pass, system: System, exchange_us: float) -> float:
     return exchange_us + library_us(system, p.rows, p.n, p.k) + copies + 2 * system.gap_us
 
 
-def _nccl_us(p: Pass, system: System) -> float:
-    gbs = system.nccl_pair_gbs if p.world == 2 and not p.kind.exchanges else system.nccl_ring_gbs
-    return 0.0 if p.world == 1 else system.nccl_us + p.sent_bytes / (gbs * 1e3)
-
-
 def _push_us(p: Pass, system: System, chunks: int) -> float:
     """What the copy engine takes for all that a rank sends, each block in so many chunks."""
     return p.sent_bytes / (system.copy_gbs * 1e3) + (p.world - 1) * chunks * system.push_us
@@ -156,7 +152,7 @@ def _alone_us(p: Pass, how: Method, system: System) -> float:
     """A pass without what may follow later (_finish_us)."""
     kind = p.kind
     if p.world == 1 or how.name == "collective":
-        return by_nccl_us(p, system, _nccl_us(p, system))
+        return by_nccl_us(p, system, Reach().collective_us(p, system))
     if how.name == "low_latency":
         return _words_us(p, system) + library_us(system, p.rows, p.n, p.k) + 2 * system.gap_us
     if how.name == "chunked":
@@ -214,7 +210,7 @@ def _backward_us(p: Pass, how: Method, system: System, alone: float, finish: flo
     if how.name == "low_latency":
         return alone + wgrad + _words_us(p, system)
     if how.name == "collective":  # a GEMM beside NCCL is longer
-        nccl = _nccl_us(p, system)
+        nccl = Reach().collective_us(p, system)
         dgrad, wgrad = (us + min(nccl / 2, us) for us in (alone - nccl, wgrad))
         return max(dgrad, nccl) + max(wgrad, nccl)
     again, sent = _push_us(p, system, 1), _push_us(p, system, chunks_of(how, p, system)) if how.pushes else 0.0

@@ -17,16 +17,12 @@ USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [fl
 # As many layers as leave room for three variants with their optimizers on four GPUs of 141 GB.
 FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2}
 
-# name: how tables and the picture call it, in their order: baselines first, ours last, the default last of all
-VARIANTS = {
-    "megatron": "Megatron-Core",
-    "megatron_graph": "Megatron-Core, CUDA graph",
-    "nccl": "NCCL, then cuBLAS",  # our modules by NCCL and cuBLAS, one after the other: method collective
-    "nccl_graph": "NCCL, then cuBLAS, CUDA graph",
-    **{method: f"overlap_train, {method} only" for method in METHODS if method not in ("auto", "collective")},
-    "overlap": "overlap_train",
-    "overlap_graph": "overlap_train, CUDA graph",
-}
+# Baselines first; nccl: our modules by NCCL and cuBLAS, one after the other, which is the method collective.
+VARIANTS = (
+    *("megatron", "megatron_graph", "nccl", "nccl_graph"),
+    *(method for method in METHODS if method not in ("auto", "collective")),
+    *("overlap", "overlap_graph"),
+)
 DEFAULTS = ("megatron", "overlap")
 ULYSSES_DEFAULTS = ("nccl", "chunked", "fused", "direct", "overlap")
 
@@ -58,7 +54,7 @@ class Plan:
     variants: tuple[str, ...] = option(
         (),
         f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
-        choices=tuple(VARIANTS),
+        choices=VARIANTS,
     )
     weight_gradient_fusion: str = option(
         "ours",

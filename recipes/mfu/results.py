@@ -13,12 +13,13 @@ import torch
 from gpt.program import say
 from gpt.settings import Settings
 from gpt.training import per_byte
-from mfu.plan import VARIANTS, Plan, baseline_of, is_graph
+from mfu.plan import Plan, baseline_of, is_graph
 from overlap_train.select.system import system_of
 from overlap_train.tools.measure import results as output
 from overlap_train.tools.measure.results import Row
 from overlap_train.tools.measure.world import World
 from overlap_train.tools.pictures.bars import Bar, Scale, bars
+from overlap_train.tools.pictures.style import in_order, look_of
 
 if TYPE_CHECKING:
     from mfu.run import Comparison
@@ -75,7 +76,7 @@ def rows_of(found: Comparison) -> list[Row]:
 
 
 COLUMNS: output.Columns = (
-    ("Model", lambda row: f"{row['title']}, {row['layers']} layers: {VARIANTS[row['variant']]}"),
+    ("Model", lambda row: f"{row['title']}, {row['layers']} layers: {look_of(row['variant']).label}"),
     ("Step ms", lambda row: row["step_ms"]),
     ("Speed-up", lambda row: row["speed_up"]),
     ("MFU %", lambda row: row["mfu"] and 100 * row["mfu"]),
@@ -116,16 +117,17 @@ def draw(rows: list[Row], device: str, path: Path) -> None:
     if rows[0]["mfu"] is not None:
         key, factor, unit = "mfu", 100.0, f"MFU, % of {rows[0]['peak_tflops']:g} TFLOP/s a GPU"
     panels: dict[str, list[Bar]] = {}
-    for row in sorted(rows, key=lambda row: list(VARIANTS).index(row["variant"])):
+    names = in_order({row["variant"] for row in rows})
+    for row in sorted(rows, key=lambda row: names.index(row["variant"])):
         layout = f"TP {row['tp']}" + f", CP {row['cp']}" * (row["cp"] > 1)
         value, speed_up = factor * row[key], row["speed_up"]
         text = f"{value:.1f}" + f"  ({speed_up:.2f}x)" * (speed_up not in (None, 1.0))
         panel = panels.setdefault(f"{row['title']}, {row['layers']} layers, s = {row['seq']}, {layout}", [])
-        panel.append(Bar(VARIANTS[row["variant"]], row["variant"], value, text, None))
-    names = {row["variant"] for row in rows}
+        panel.append(Bar(look_of(row["variant"]).label, row["variant"], value, text, None))
     ranks = "CPU processes" if device == "cpu" else f"x {device.removeprefix('NVIDIA ').split()[0]}"
+    baseline = look_of(baseline_of(names, "") or "megatron").label
     header = (
-        f"Training on {rows[0]['gpus']} {ranks}, and speed-up of a step over {VARIANTS[baseline_of(names, '') or 'megatron']}",
+        f"Training on {rows[0]['gpus']} {ranks}, and speed-up of a step over {baseline}",
         "Higher is better." + " A CUDA graph is compared with a graph." * any(map(is_graph, names)),
     )
     bars(panels, header, Scale(unit), path)
