@@ -154,6 +154,9 @@ def with_options(name: str, pass_: Pass, system: System, winner: Winner | None =
     by_rules = _by_rules(pass_, name, system)
     if winner is None or measured is None:  # an autotune run times one way, which is the rules'
         return by_rules
+    # Rows that share a measurement may have other waves.
+    saves = winner.measured != pass_ and measured.cuts and _saves_a_wave(pass_, system)
+    measured = replace(measured, split_reduction=saves or measured.split_reduction)
     # Backward passes that follow each other wait for each other anyway, for their slots: the tuner cannot tell what a barrier
     # gains.
     return replace(measured, barrier_first=by_rules.barrier_first) if pass_.kind.before_wgrad else measured

@@ -25,6 +25,7 @@ from .tiles import HOPPER_TILE, chunks_of, count_waves
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
 _BURST_US = 60.0  # that a GEMM saves before its clock falls
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
+_BARRIER_US = 11.5
 _WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
 _PACKED = 0.42  # the part of the memory's pace that torch's copies of blocks apart reach
 # Longer sequences come to A2A + GEMM in parts whose blocks lie apart, and `direct` copies them first.
@@ -71,7 +72,7 @@ class Reach:
         column linear's partial sums leave, and for which it gathers its input again."""
         alone, finish = _alone_us(pass_, how, system), _finish_us(pass_, how, system)
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
-        return Estimate(us, host_us(pass_, how, system, backward))
+        return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
 
 @cache
@@ -141,6 +142,8 @@ def in_parts_us(p: Pass, system: System, chunks: int = 1, sm_margin: int = 0) ->
 def host_us(p: Pass, how: Method, system: System, backward: bool) -> float:
     """Driver calls of a call. backward: with the weight gradient."""
     calls = _CALLS[how.name] + (2 if how.name in ("collective", "low_latency") else 6) * backward
+    if backward and not p.kind.receives and p.world > 1:  # what forward has sent is sent again
+        calls += {"collective": 9, "low_latency": 2}.get(how.name, 2 * (p.world - 1))
     if how.name == "chunked":
         calls += 6 * p.world
     if how.pushes:
@@ -182,12 +185,14 @@ def _longest(p: Pass, gemm: float, sent: float, chunks: int = 1, tile: float = 0
 
 def _kernel_us(p: Pass, how: Method, system: System) -> tuple[float, float, float]:
     """The GEMM by our kernels: waves of tiles, one tile, and what power allows. A tile takes longer where rows of several ranks
-    fill it."""
-    tile, chunks = HOPPER_TILE, chunks_of(how, p, system)
-    rows, columns = max(1, p.m // p.world // chunks), p.n // (p.world if p.kind.splits_columns else 1)
-    tiles = tile.count(rows, columns, chunks * (1 if p.kind.sums_blocks else p.world))
+    fill it, and the rows of each block that is gathered read b again."""
+    kind, tile, chunks = p.kind, HOPPER_TILE, chunks_of(how, p, system)
+    rows, columns = max(1, p.m // p.world // chunks), p.n // (p.world if kind.splits_columns else 1)
+    blocks = chunks * (1 if kind.sums_blocks else p.world)
+    tiles = tile.count(rows, columns, blocks)
     tile_us = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
-    waves_us = count_waves(tiles, system.sms, tiles) * tile_us
+    waves = count_waves(tiles, system.sms, tiles if kind.receives else tile.pairs(rows, columns, chunks))
+    waves_us = max(waves * tile_us, sum_us(system, (blocks if kind.gathers else 1) * columns * p.k * _BF16))
     return waves_us, min(waves_us, tile_us), _power_us(system, p.rows, p.n, p.k)
 
 
@@ -214,6 +219,9 @@ def _backward_us(p: Pass, how: Method, system: System, alone: float, finish: flo
         dgrad, wgrad = (us + min(nccl / 2, us) for us in (alone - nccl, wgrad))
         return max(dgrad, nccl) + max(wgrad, nccl)
     again, sent = _push_us(p, system, 1), _push_us(p, system, chunks_of(how, p, system)) if how.pushes else 0.0
+    if how.name == "direct":  # its stores share the links with the blocks of x
+        alone = max(alone, again + p.sent_bytes / (system.tile_store_gbs * 1e3))
+    wgrad += sum_us(system, 2 * p.sent_bytes / (p.world - 1))  # its own rows are copied to the others
     if how.name == "fused" and not how.split_reduction:  # own tiles wait for partials behind the blocks of x
         return max(alone, again + sent) + wgrad
     return max(max(alone, again) + wgrad, again + sent) + finish
