@@ -20,10 +20,11 @@ import torch
 
 from .method import Method, Pass
 from .system import System
-from .tiles import HOPPER_TILE, chunks_of, count_waves
+from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
 
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
 _BURST_US = 60.0  # that a GEMM saves before its clock falls
+_PORTABLE_SLOWER = 1.2  # than the library's: our plain Triton kernels
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
 _BARRIER_US = 11.5
 _WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
@@ -193,7 +194,8 @@ def _kernel_us(p: Pass, how: Method, system: System) -> tuple[float, float, floa
     tile_us = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
     waves = count_waves(tiles, system.sms, tiles if kind.receives else tile.pairs(rows, columns, chunks))
     waves_us = max(waves * tile_us, sum_us(system, (blocks if kind.gathers else 1) * columns * p.k * _BF16))
-    return waves_us, min(waves_us, tile_us), _power_us(system, p.rows, p.n, p.k)
+    slower = 1.0 if on_hopper(p, system) else _PORTABLE_SLOWER
+    return slower * waves_us, slower * min(waves_us, tile_us), slower * _power_us(system, p.rows, p.n, p.k)
 
 
 def _finish_us(p: Pass, how: Method, system: System) -> float:
