@@ -87,24 +87,19 @@ step mfu 150 $mfu $big --global-batch-size 4 --quick --variants "$variants" --ou
 [ -z "$big_too" ] || step mfu_70b 120 $mfu $big_too --global-batch-size 4 --quick --variants megatron,chunked,overlap --out "$out/mfu_70b"
 step mfu_s2048 45 $mfu --model llama3-8b --layers 4 --seq-length 2048 --global-batch-size 8 --quick \
   --variants "$graphs" --out "$out/mfu_s2048"
-step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
-  --repeat megatron,overlap --out "$out/loss"
-step bitwise 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --loss-steps 200 --round-steps 20 --variants megatron,overlap \
-  --bitwise --out "$out/bitwise"
+step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --steps 200 --round-steps 20 --variants megatron,overlap \
+  --out "$out/loss"
 # Ulysses over all GPUs, with whole weights on each: five or six models of 18 GB stand side by side on 2 GPUs. A method that hangs
 # gives up after a minute, and the others go on.
 ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 60"
 # shellcheck disable=SC2086
 step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
 # shellcheck disable=SC2086
-step loss_ulysses 150 $ulysses --seq-length 4096 --loss-steps 200 --round-steps 20 \
-  --variants nccl,chunked,fused,direct --repeat nccl --out "$out/loss_ulysses"
-# shellcheck disable=SC2086
-step bitwise_ulysses 90 $ulysses --seq-length 4096 --loss-steps 100 --round-steps 20 --bitwise \
-  --variants chunked,fused,direct --repeat chunked,fused,direct --out "$out/bitwise_ulysses"
-te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick \
-  --variants "$te" --out "$out/mfu_te"
-for folder in "$out" "$out/small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te"; do
+step loss_ulysses 150 $ulysses --seq-length 4096 --steps 200 --round-steps 20 --variants nccl,chunked,fused,direct --out "$out/loss_ulysses"
+te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick --variants "$te" --out "$out/mfu_te"
+step lora 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --lora 16 --out "$out/lora"
+step deterministic 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --deterministic --variants megatron,overlap --out "$out/deterministic"
+for folder in "$out" "$out/small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te" "$out/ulysses_te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

@@ -15,4 +15,4 @@ if ((gpus < 2)); then
 fi
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec .venv/bin/python launch/run.py --standalone --nproc-per-node "${NPROC:-$processes}" "$@"
+exec .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "${NPROC:-$processes}" "$@"

@@ -78,7 +78,7 @@ def cut_into(chunks_of: Callable[[int], int]) -> dict[str, Callable[..., int]]:
     def count(m_shard: int, *_: Any, **__: Any) -> int:
         return chunks_of(m_shard)
 
-    return {f"overlap_train.select.tiles.{name}": count for name in ("chunk_count", "direct_chunk_count")}
+    return {"overlap_train.select.tiles.chunk_count": count}
 
 
 def check_exact(name: str, actual: torch.Tensor | None, full: torch.Tensor, dim: int | None, case: Case) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 
@@ -160,8 +159,7 @@ class PlanCache:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
         found = self.runs.end(trial, self.table, name)
-        winners = {**self.table.winners, **{winner.measured.bucket: winner for winner in found}}
-        self.table = replace(self.table, winners=winners)
+        self.table = {**self.table, **{winner.measured.bucket: winner for winner in found}}
         self.plans.clear()
         self.handles.clear()
 

@@ -45,7 +45,7 @@ class Autotune:
     def __init__(self, fprop: Pass, methods: tuple[str, ...], steps: int, device: torch.device) -> None:
         self.fprop, self.methods, self.steps, self.device = fprop, methods, steps, device
         self.is_captured = False  # a CUDA graph has captured such a linear meanwhile
-        self.calls, self._counted = Counter[str](), Counter[tuple[str, str]]()
+        self.calls = Counter[str]()
         self._seen: set[tuple[str, str, str]] = set()
         self._samples: dict[tuple[str, str], deque[tuple[Mark, Mark, int]]] = defaultdict(
             lambda: deque(maxlen=_MOST_SAMPLES)
@@ -66,8 +66,8 @@ class Autotune:
         calls, kinds = self.calls[name], (self.fprop.kind, self.fprop.dgrad.kind)
         if calls < self.steps:
             return False
-        is_enough = all(self._counted[kind, method] >= _LEAST_SAMPLES for kind in kinds for method in self.methods)
-        return is_enough or calls >= _PATIENCE * self.steps
+        counts = (len(self._samples.get((kind, method), ())) for kind in kinds for method in self.methods)
+        return all(count >= _LEAST_SAMPLES for count in counts) or calls >= _PATIENCE * self.steps
 
     def mark(self) -> Mark | None:
         """The present time; on a GPU an event, recorded when the caller's stream comes to it. None in a CUDA graph, whose
@@ -87,7 +87,6 @@ class Autotune:
         if (name, kind, method) not in self._seen:
             self._seen.add((name, kind, method))
         elif end is not None:
-            self._counted[kind, method] += 1
             self._samples[kind, method].append((begin, end, work))
 
     def times(self) -> Times:
@@ -144,7 +143,7 @@ def winners(fprop: Pass, of_all_ranks: Sequence[Times], table: Table, device: to
         keys = [key for key in of_all_ranks[0] if key[0] == pass_.kind and all(key in times for times in of_all_ranks)]
         ms = {Method(key[1]): max(times[key] for times in of_all_ranks) for key in keys}
         default = untuned(pass_, device, nodes).method
-        if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table, nodes) is not None:
+        if len(ms) < 2 or Method(default) not in ms or winner_of(pass_, device, table) is not None:
             continue
         # Training itself was measured: what a layer does to a method is in its time.
         how = fastest({how: Estimate(1e3 * time) for how, time in ms.items()}, default, SAME)

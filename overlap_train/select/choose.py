@@ -92,10 +92,10 @@ class Choice:
 def choose(requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
-    nodes: that the group spans. What a group of another number has measured says nothing about it.
+    nodes: that the group spans, as the one that has measured the table.
     """
     system = System.of(device)
-    winner = winner_of(pass_, system, table, nodes)
+    winner = winner_of(pass_, system, table)
     if requested != "auto":
         choice = Choice(Method(requested), "asked for")
     elif winner is not None:
@@ -105,10 +105,10 @@ def choose(requested: str, pass_: Pass, device: torch.device | System, table: Ta
     return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
-def winner_of(pass_: Pass, device: torch.device | System, table: Table, nodes: int) -> Winner | None:
+def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winner | None:
     """What was measured for a pass. A bucket may hold features that the Hopper kernels serve and others: a measurement of one
     kind says nothing about the other."""
-    winner = table.find(pass_) if table.nodes == nodes else None
+    winner = table.get(pass_.bucket) if table else None
     fits = winner is not None and on_hopper(winner.measured, device) == on_hopper(pass_, device)
     return winner if fits else None
 

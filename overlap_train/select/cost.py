@@ -24,10 +24,10 @@ from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
 
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
 _BURST_US = 60.0  # that a GEMM saves before its clock falls
-_PORTABLE_SPEED = 0.83  # of our plain Triton kernels over the library's
+_PORTABLE_SLOWER = 1.2  # than the library's: our plain Triton kernels
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
-_WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
 _BARRIER_US = 11.5
+_WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
 _PACKED = 0.42  # the part of the memory's pace that torch's copies of blocks apart reach
 # Longer sequences come to A2A + GEMM in parts whose blocks lie apart, and `direct` copies them first.
 _MOST_SENT = 60 << 20
@@ -65,7 +65,8 @@ class Reach:
 
     def collective_us(self, pass_: Pass, system: System) -> float:
         """NCCL's exchange of a pass."""
-        return _nccl_us(pass_, system)
+        gbs = system.nccl_pair_gbs if pass_.world == 2 and not pass_.kind.exchanges else system.nccl_ring_gbs
+        return 0.0 if pass_.world == 1 else system.nccl_us + pass_.sent_bytes / (gbs * 1e3)
 
     def estimate(self, pass_: Pass, how: Method, system: System, backward: bool = False) -> Estimate:
         """What a pass takes by a method. backward: the whole backward of its linear: also the weight gradient, under which a
@@ -116,11 +117,6 @@ def by_nccl_us(p: Pass, system: System, exchange_us: float) -> float:
     return exchange_us + library_us(system, p.rows, p.n, p.k) + copies + 2 * system.gap_us
 
 
-def _nccl_us(p: Pass, system: System) -> float:
-    gbs = system.nccl_pair_gbs if p.world == 2 and not p.kind.exchanges else system.nccl_ring_gbs
-    return 0.0 if p.world == 1 else system.nccl_us + p.sent_bytes / (gbs * 1e3)
-
-
 def _push_us(p: Pass, system: System, chunks: int) -> float:
     """What the copy engine takes for all that a rank sends, each block in so many chunks."""
     return p.sent_bytes / (system.copy_gbs * 1e3) + (p.world - 1) * chunks * system.push_us
@@ -146,14 +142,13 @@ def in_parts_us(p: Pass, system: System, chunks: int = 1, sm_margin: int = 0) ->
 
 def host_us(p: Pass, how: Method, system: System, backward: bool) -> float:
     """Driver calls of a call. backward: with the weight gradient."""
-    peers, by_library = p.world - 1, how.name in ("collective", "low_latency")
-    calls = _CALLS[how.name] + (2 if by_library else 6) * backward
-    if backward and not p.kind.receives and peers:  # what forward has sent is sent again
-        calls += {"collective": 9, "low_latency": 2}.get(how.name, 2 * peers)
+    calls = _CALLS[how.name] + (2 if how.name in ("collective", "low_latency") else 6) * backward
+    if backward and not p.kind.receives and p.world > 1:  # what forward has sent is sent again
+        calls += {"collective": 9, "low_latency": 2}.get(how.name, 2 * (p.world - 1))
     if how.name == "chunked":
         calls += 6 * p.world
     if how.pushes:
-        calls += (2 if p.kind.receives else 3) * peers * chunks_of(how, p, system)
+        calls += (2 if p.kind.receives else 3) * (p.world - 1) * chunks_of(how, p, system)
     return system.host_call_us * calls
 
 
@@ -161,7 +156,7 @@ def _alone_us(p: Pass, how: Method, system: System) -> float:
     """A pass without what may follow later (_finish_us)."""
     kind = p.kind
     if p.world == 1 or how.name == "collective":
-        return by_nccl_us(p, system, _nccl_us(p, system))
+        return by_nccl_us(p, system, Reach().collective_us(p, system))
     if how.name == "low_latency":
         return _words_us(p, system) + library_us(system, p.rows, p.n, p.k) + 2 * system.gap_us
     if how.name == "chunked":
@@ -197,11 +192,10 @@ def _kernel_us(p: Pass, how: Method, system: System) -> tuple[float, float, floa
     blocks = chunks * (1 if kind.sums_blocks else p.world)
     tiles = tile.count(rows, columns, blocks)
     tile_us = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
-    cut = tiles if kind.receives else tile.pairs(rows, columns, chunks)
-    reads = blocks if kind.gathers else 1
-    speed = 1.0 if on_hopper(p, system) else _PORTABLE_SPEED
-    waves_us = max(count_waves(tiles, system.sms, cut) * tile_us, sum_us(system, reads * columns * p.k * _BF16)) / speed
-    return waves_us, min(waves_us, tile_us / speed), _power_us(system, p.rows, p.n, p.k) / speed
+    waves = count_waves(tiles, system.sms, tiles if kind.receives else tile.pairs(rows, columns, chunks))
+    waves_us = max(waves * tile_us, sum_us(system, (blocks if kind.gathers else 1) * columns * p.k * _BF16))
+    slower = 1.0 if on_hopper(p, system) else _PORTABLE_SLOWER
+    return slower * waves_us, slower * min(waves_us, tile_us), slower * _power_us(system, p.rows, p.n, p.k)
 
 
 def _finish_us(p: Pass, how: Method, system: System) -> float:
@@ -223,7 +217,7 @@ def _backward_us(p: Pass, how: Method, system: System, alone: float, finish: flo
     if how.name == "low_latency":
         return alone + wgrad + _words_us(p, system)
     if how.name == "collective":  # a GEMM beside NCCL is longer
-        nccl = _nccl_us(p, system)
+        nccl = Reach().collective_us(p, system)
         dgrad, wgrad = (us + min(nccl / 2, us) for us in (alone - nccl, wgrad))
         return max(dgrad, nccl) + max(wgrad, nccl)
     again, sent = _push_us(p, system, 1), _push_us(p, system, chunks_of(how, p, system)) if how.pushes else 0.0

@@ -151,9 +151,8 @@ class Method:
         )
 
     def __str__(self) -> str:
-        """ "fused whole barrier first", "chunked in 4"."""
-        cut = " whole" * self.whole + f" in {self.chunks}" * bool(self.chunks)
-        return self.name + cut + " split" * self.split_reduction + " barrier first" * self.barrier_first
+        """ "fused; whole blocks; barrier first"."""
+        return self.name + self.options
 
 
 def flagged_bytes(received: int, world: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -19,8 +18,8 @@ import torch
 class System:
     """One kind of GPU with its links. Times in microseconds, bandwidths in GB/s in one direction, rates in bf16 TFLOP/s.
 
-    source: of its facts. peak_tflops, nvlink_gbs: data sheet. gpus_per_node: of usual servers. is_measured: the speeds were
-    measured on this card, and are not in proportion to the H200's.
+    card: a part of the name that CUDA reports. peak_tflops: of the data sheet. gpus_per_node: of usual servers. is_measured: the
+    speeds were measured on this card, and are not in proportion to the H200's.
     tile_tflops: of all SMs while each of them multiplies tiles, at the highest clock. burst_tflops, sustained_tflops: what power
     allows in a short GEMM, and in a long one.
     memory_gbs: reached when partial sums are added.
@@ -35,12 +34,11 @@ class System:
     """
 
     name: str
-    source: str
+    card: str
     capability: tuple[int, int]
     sms: int
     type: str = "cuda"
     peak_tflops: float
-    nvlink_gbs: float
     gpus_per_node: int = 8
     is_measured: bool = False
     tile_tflops: float
@@ -66,85 +64,66 @@ class System:
 
     @classmethod
     def of(cls, device: torch.device | System) -> System:
-        """The present device: a card that is known by its name, or one like it."""
+        """The present device: a card that is known by its name, or one like the slowest of its generation that is known."""
         if isinstance(device, System):
             return device
         if device.type != "cuda":
             return CPU
         card = torch.cuda.get_device_properties(device)
         known = system_of(card.name)
-        return _unknown(card) if known is None else replace(known, sms=card.multi_processor_count)
+        if known is None:
+            like = SYSTEMS["b200" if card.major >= 10 else "h100-pcie" if card.major == 9 else "a100-pcie"]
+            known = replace(like, name=card.name, capability=(card.major, card.minor))
+        return replace(known, sms=card.multi_processor_count)
 
 
 H200 = System(
-    name="h200", source="NVIDIA H200 SXM data sheet; measured in benchmarks/h200x2 and h200x4", capability=(9, 0), sms=132,
-    peak_tflops=989.4, nvlink_gbs=450.0, is_measured=True, tile_tflops=850.0, burst_tflops=755.0, sustained_tflops=655.0,
-    memory_gbs=3700.0, copy_gbs=360.0, store_gbs=240.0, tile_store_gbs=330.0, peer_tile_us=11.0, nccl_pair_gbs=220.0,
-    nccl_ring_gbs=285.0,
+    name="h200", card="H200", capability=(9, 0), sms=132, peak_tflops=989.4, is_measured=True, tile_tflops=850.0,
+    burst_tflops=755.0, sustained_tflops=655.0, memory_gbs=3700.0, copy_gbs=360.0, store_gbs=240.0, tile_store_gbs=330.0,
+    peer_tile_us=11.0, nccl_pair_gbs=220.0, nccl_ring_gbs=285.0,
 )  # fmt: skip
-_H200_MEMORY_GBS = 4800.0  # data sheet
+_H200_MEMORY_GBS, _H200_NVLINK_GBS = 4800.0, 450.0  # data sheet
 # Processes on CPUs: estimates are not for them, only `type` counts.
-CPU = replace(H200, name="cpu", source="none", type="cpu", capability=(0, 0), sms=1, is_measured=False)
+CPU = replace(H200, name="cpu", type="cpu", capability=(0, 0), sms=1, is_measured=False)
 
 
-_IN_PROPORTION = ("copy_gbs", "store_gbs", "tile_store_gbs")  # to NVLink
-
-
-def _scaled(
-    name: str, source: str, capability: tuple[int, int], sms: int, peak_tflops: float, memory_gbs: float, nvlink_gbs: float,
-    nic_gbs: float = H200.nic_gbs, power_limited: bool = True,
+def _sheet(
+    name: str, card: str, major: int, sms: int, peak_tflops: float, memory_gbs: float, nvlink_gbs: float, nic_gbs: float = 50.0
 ) -> System:  # fmt: skip
-    """The H200's figures in proportion to a data sheet's. power_limited: long GEMMs run below what the SMs could do, as there."""
-    compute, link = peak_tflops / H200.peak_tflops, nvlink_gbs / H200.nvlink_gbs
-    tile, nccl = H200.tile_tflops * compute, max(1.0, link)
-    links = {field: getattr(H200, field) * link for field in _IN_PROPORTION}
+    """The H200's figures in proportion to a data sheet's."""
+    compute, link = peak_tflops / H200.peak_tflops, nvlink_gbs / _H200_NVLINK_GBS
+    copy_gbs, nccl = H200.copy_gbs * link, max(1.0, link)
     return replace(
-        H200, name=name, source=source, capability=capability, sms=sms, peak_tflops=peak_tflops, nvlink_gbs=nvlink_gbs,
-        nic_gbs=nic_gbs, is_measured=False, tile_tflops=tile,
-        burst_tflops=H200.burst_tflops * compute if power_limited else tile,
-        sustained_tflops=H200.sustained_tflops * compute if power_limited else tile,
-        memory_gbs=H200.memory_gbs * memory_gbs / _H200_MEMORY_GBS, peer_tile_us=H200.peer_tile_us / link,
-        nccl_pair_gbs=min(H200.nccl_pair_gbs * nccl, links["copy_gbs"]),
-        nccl_ring_gbs=min(H200.nccl_ring_gbs * nccl, links["copy_gbs"]), **links,
+        H200, name=name, card=card, capability=(major, 0), sms=sms, peak_tflops=peak_tflops, is_measured=False, nic_gbs=nic_gbs,
+        tile_tflops=H200.tile_tflops * compute, burst_tflops=H200.burst_tflops * compute,
+        sustained_tflops=H200.sustained_tflops * compute, memory_gbs=H200.memory_gbs * memory_gbs / _H200_MEMORY_GBS,
+        copy_gbs=copy_gbs, store_gbs=H200.store_gbs * link, tile_store_gbs=H200.tile_store_gbs * link,
+        peer_tile_us=H200.peer_tile_us / link, nccl_pair_gbs=min(H200.nccl_pair_gbs * nccl, copy_gbs),
+        nccl_ring_gbs=min(H200.nccl_ring_gbs * nccl, copy_gbs),
     )  # fmt: skip
 
 
-def _sheet(name: str, card: str, *figures: Any, **more: Any) -> System:
-    return _scaled(name, f"NVIDIA {card} data sheet", *figures, **more)
-
-
-_IN_DITRON = "; links as in the evaluation of the Ditron paper"
+# NVIDIA's data sheets; of the H20 resellers'. Links of H800 and H20 are as in the evaluation of the Ditron paper.
+_H20 = _sheet("h20", "H20", 9, 78, 148.0, 4000.0, 450.0, 25.0)
 _ALL = (
     H200,
-    _sheet("a100", "A100 80GB SXM", (8, 0), 108, 312.0, 2039.0, 300.0, 25.0),
-    _sheet("a100-pcie", "A100 80GB PCIe", (8, 0), 108, 312.0, 1935.0, 300.0, 25.0),
+    _sheet("a100", "A100-SXM", 8, 108, 312.0, 2039.0, 300.0, 25.0),
+    _sheet("a100-pcie", "A100", 8, 108, 312.0, 1935.0, 300.0, 25.0),
     # The H100 with HBM3 has the H200's SMs, power and NVLink, and was measured beside it.
-    replace(_sheet("h100", "H100 SXM", (9, 0), 132, 989.4, 3350.0, 450.0), is_measured=True),
-    _sheet("h100-pcie", "H100 PCIe", (9, 0), 114, 756.0, 2000.0, 300.0),
-    _sheet("h100-nvl", "H100 NVL", (9, 0), 132, 835.5, 3900.0, 300.0),
-    _sheet("h200-nvl", "H200 NVL", (9, 0), 132, 835.5, 4800.0, 450.0),
-    _sheet("h800", "H100 SXM" + _IN_DITRON, (9, 0), 132, 989.4, 3350.0, 200.0),
-    _scaled("h20", "resellers of the H20" + _IN_DITRON, (9, 0), 78, 148.0, 4000.0, 450.0, 25.0, power_limited=False),
-    _sheet("b200", "DGX B200", (10, 0), 148, 2250.0, 8000.0, 900.0),
-    _sheet("gb200", "GB200 NVL72", (10, 0), 148, 2500.0, 8000.0, 900.0),
-)  # fmt: skip
+    replace(_sheet("h100", "H100", 9, 132, 989.4, 3350.0, 450.0), is_measured=True),
+    _sheet("h100-pcie", "H100 PCIe", 9, 114, 756.0, 2000.0, 300.0),
+    _sheet("h100-nvl", "H100 NVL", 9, 132, 835.5, 3900.0, 300.0),
+    _sheet("h200-nvl", "H200 NVL", 9, 132, 835.5, 4800.0, 450.0),
+    _sheet("h800", "H800", 9, 132, 989.4, 3350.0, 200.0),
+    # Its SMs are so few that power does not limit them.
+    replace(_H20, burst_tflops=_H20.tile_tflops, sustained_tflops=_H20.tile_tflops),
+    _sheet("b200", "B200", 10, 148, 2250.0, 8000.0, 900.0),
+    _sheet("gb200", "GB200", 10, 148, 2500.0, 8000.0, 900.0),
+)
 SYSTEMS: Mapping[str, System] = {system.name: system for system in _ALL}
-
-# By a part of the name that CUDA reports; the first that fits counts.
-_CARDS = {
-    "H200 NVL": "h200-nvl", "H200": "h200", "H100 PCIe": "h100-pcie", "H100 NVL": "h100-nvl", "H100": "h100", "H800": "h800",
-    "H20": "h20", "GB200": "gb200", "B200": "b200", "A100-SXM": "a100", "A100": "a100-pcie",
-}  # fmt: skip
 
 
 def system_of(device_name: str) -> System | None:
     """The System of a GPU by the name that CUDA reports; None for one that is not in the table."""
-    return next((SYSTEMS[system] for part, system in _CARDS.items() if part in device_name), None)
-
-
-def _unknown(card: Any) -> System:
-    """A card that no table has, by what torch tells of it: as the slowest one of its generation that a table has."""
-    like = SYSTEMS["b200" if card.major >= 10 else "h100-pcie" if card.major == 9 else "a100-pcie"]
-    source = f"not known: that of {like.name}"
-    capability = (card.major, card.minor)
-    return replace(like, name=card.name, source=source, capability=capability, sms=card.multi_processor_count)
+    fits = [system for system in _ALL if system.card in device_name]
+    return max(fits, key=lambda system: len(system.card), default=None)

@@ -1,15 +1,10 @@
 """The tuning table: measured winners, in memory, and in one JSON file for each key. Rank 0 of a group reads it for all of its
 ranks.
 
-A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`. Each winner has the pass that was measured (kind,
-dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by field, with its `ms`.
-
-A file is replaced as a whole (os.replace): a reader sees the old or the new one, never a part. Two tuners that write the same
-file at once both leave a whole file; the later one may leave out what the earlier one has just added.
-
-In the key is what changes the answer, and is known before anything is sent. Not in it: the provider of symmetric memory
-(engines send by the same copies and stores); the number of hardware queues inside one node; what the network carries, which is
-measured only where nodes are connected, after the table is read.
+A file is {"key": {...}, "winners": [...]}. The key has the fields of `Key`: what changes the answer and is known before anything
+is sent. Each winner has the pass that was measured (kind, dtype, m, n, k), `winner`, and `timed`: each Method that ran, field by
+field, with its `ms`. A file is replaced as a whole: a reader sees the old or the new one, never a part. Of two tuners that write
+at once, the later one may leave out what the earlier one has just added.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -122,19 +117,8 @@ def quickest_way(times: Mapping[Method, float], name: str) -> Method | None:
     return quickest if ways[quickest] < (1 - SAME) * ways[plain] else plain
 
 
-@dataclass(frozen=True)
-class Table:
-    """The winners of one key, by bucket."""
-
-    winners: Mapping[Bucket, Winner]
-    nodes: int = 1
-
-    def find(self, pass_: Pass) -> Winner | None:
-        """The winner for a pass, or None."""
-        return self.winners.get(pass_.bucket) if self.winners else None
-
-
-UNTUNED = Table({})
+Table: TypeAlias = Mapping[Bucket, Winner]  # the winners of one key
+UNTUNED: Table = {}
 
 
 def path_of(folder: str, key: Key) -> Path:
@@ -145,14 +129,15 @@ def path_of(folder: str, key: Key) -> Path:
     return Path(found, key.file_name)
 
 
-def read(folder: str, key: Key) -> Table:
-    """The table in a folder; without winners where there is no file, or none that can be used, which is a warning."""
+def read(folder: str, key: Key) -> dict[Bucket, Winner]:
+    """The winners in a folder; none where there is no file, or none that can be used, which is a warning."""
     try:
-        return Table(_read(path_of(folder, key), key), key.nodes)
+        return _read(path_of(folder, key), key)
+    except FileNotFoundError:
+        return {}
     except OSError as error:
-        if not isinstance(error, FileNotFoundError):
-            _warn(path_of(folder, key), error)
-        return Table({}, key.nodes)
+        _warn(path_of(folder, key), error)
+        return {}
 
 
 def _read(path: Path, key: Key) -> dict[Bucket, Winner]:
@@ -197,13 +182,9 @@ def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
 
 
 def _to_entry(winner: Winner) -> dict[str, Any]:
-    p = winner.measured
+    p, timed = winner.measured, [{**asdict(how), "ms": ms} for how, ms in winner.ms.items()]
     shape = {"kind": p.kind, "dtype": dtype_name(p.dtype), "m": p.m, "n": p.n, "k": p.k}
-    return {
-        **shape,
-        "winner": asdict(winner.how),
-        "timed": [{**asdict(how), "ms": ms} for how, ms in winner.ms.items()],
-    }
+    return {**shape, "winner": asdict(winner.how), "timed": timed}
 
 
 def _from_entry(entry: dict[str, Any], world: int) -> Winner:

@@ -16,7 +16,7 @@ HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels mul
 # A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB.
 SHORTEST_COPY = 8 << 20
 # A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
-_SHORTEST_DIRECT = 1024  # rows
+SHORTEST_DIRECT = 1024  # rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
     # GPUs would take 4.5 instead of 4). Tiles of portable kernels do not cross from one chunk into the next.
     spare = int(not pass_.kind.gathers and on_hopper(pass_, device) and not how.split_reduction)
     if how.name == "direct":
-        return direct_chunk_count(m_shard, on_gpu, spare)
+        return chunk_count(m_shard, 1, on_gpu, 8, SHORTEST_DIRECT, spare)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
     most = 8 if pass_.kind.sums_blocks else 4
     return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu, most, may_cost=spare)
@@ -104,13 +104,6 @@ def chunk_count(
         return 2 if m_shard % 2 == 0 else 1
     fits = (c for c in CHUNK_COUNTS if c <= most and m_shard * row_bytes >= c * shortest)
     return max((c for c in fits if _is_cheap(m_shard, c, may_cost)), default=1)
-
-
-@functools.cache
-def direct_chunk_count(m_shard: int, on_gpu: bool, may_cost: int = 0) -> int:
-    """Into how many equal chunks a block is cut that a kernel stores at the peers and signals itself. As chunk_count, but on GPUs
-    chunks have at least _SHORTEST_DIRECT rows, whatever their bytes."""
-    return chunk_count(m_shard, 1, on_gpu, 8, _SHORTEST_DIRECT, may_cost)
 
 
 def _is_cheap(m_shard: int, chunks: int, may_cost: int) -> bool:

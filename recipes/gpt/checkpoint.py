@@ -12,10 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
 import overlap_train
@@ -105,17 +103,9 @@ def load(trainer: Trainer, folder: Path) -> int:
         saved, now = run["settings"][name], getattr(trainer.settings, name)
         if saved != now:
             raise RecipeError(f"--load {folder} was saved with {flag(name)} {saved}, this run has {now}; pass {saved}")
-    # Megatron wraps the distributed optimizer of a dense model alone in a ChainedOptimizer.
-    (optimizer, *others) = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
-    is_distributed = isinstance(optimizer, DistributedOptimizer) and not others
-    if is_distributed:
-        _make_describable(optimizer.optimizer)
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
     trainer.bare.load_state_dict(state["model"])
-    if is_distributed:
-        _load_distributed(optimizer, state["optimizer"])
-    else:
-        trainer.optimizer.load_state_dict(state["optimizer"])
+    trainer.optimizer.load_state_dict(state["optimizer"])
     # Megatron's schedule counts samples, of which this run may have another number in a step.
     samples = {"num_steps": run["iteration"] * trainer.settings.global_batch_size}
     trainer.schedule.load_state_dict(state["opt_param_scheduler"] | samples)
@@ -133,27 +123,3 @@ def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
     model = trainer.bare.sharded_state_dict(metadata=metadata)
     optimizer = trainer.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "opt_param_scheduler": trainer.schedule.state_dict()}
-
-
-# Apex and TransformerEngine count the steps once for each parameter group, torch's AdamW in a tensor for each parameter.
-# Megatron-Core 0.16 to 0.19 mistreats that tensor in three ways: its distributed optimizer cannot describe a fresh AdamW for
-# loading (`assert len(steps) == 1`), looks for the tensor among the stored ones (`KeyError: 'step'`), and gives one tensor to all
-# parameters, each of which then adds to it at every step.
-
-
-def _make_describable(adam: torch.optim.Optimizer) -> None:
-    for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-        if not adam.state[parameter]:
-            moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
-
-
-def _load_distributed(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    moments = state.pop("param_state")
-    optimizer.load_state_dict(state)
-    states = list(optimizer.optimizer.state.values())
-    steps = [entry.pop("step", None) for entry in states]  # Megatron looks only for what is here
-    optimizer.load_parameter_state_from_fully_reshardable(moments)
-    for entry, step in zip(states, steps, strict=True):
-        if step is not None:
-            entry["step"] = step.clone()

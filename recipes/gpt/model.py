@@ -18,10 +18,7 @@ from gpt.settings import SHAPE, SMALL, Settings
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import enable, gpt_block_spec
 
-AS_NAMED = (
-    *SHAPE, "layernorm_epsilon", "qk_layernorm", "num_moe_experts", "moe_router_topk", "moe_aux_loss_coeff",
-    "gradient_accumulation_fusion",
-)  # fmt: skip
+AS_NAMED = (*SHAPE, "layernorm_epsilon", "qk_layernorm", "gradient_accumulation_fusion")
 
 
 def build_model(
@@ -63,9 +60,6 @@ def build_model(
             recompute_granularity=None if settings.recompute == "none" else settings.recompute,
             recompute_method="uniform" if is_full else None,  # of a whole layer only the input is kept
             recompute_num_layers=1 if is_full else None,
-            # Experts side by side on every rank, each cut by tensor parallelism.
-            moe_ffn_hidden_size=settings.ffn_hidden_size if settings.num_moe_experts else None,
-            moe_token_dispatcher_type="alltoall",
             # Fusions that need Apex, or a compiler on the user's machine, stay off.
             masked_softmax_fusion=False,
             bias_activation_fusion=False,

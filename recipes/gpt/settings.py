@@ -26,7 +26,7 @@ _positive, _count = partial(option, parse=flags.positive_int), partial(option, p
 
 @dataclass(frozen=True)
 class Settings:
-    """A GPT with RMSNorm, rotary positions, grouped queries and a gated MLP, dense or of experts, and how to train it.
+    """A GPT with RMSNorm, rotary positions, grouped queries and a gated MLP, and how to train it.
 
     These defaults train on two CPU cores in some minutes.
     """
@@ -35,7 +35,7 @@ class Settings:
     model: str = option(SMALL, "small, or (GPUs) a published model; sets the defaults of the flags below")
     num_layers: int = _positive(4, "transformer layers")
     hidden_size: int = _positive(128, "width of the residual stream")
-    ffn_hidden_size: int = _positive(384, "width inside the SwiGLU MLP, or inside each expert")
+    ffn_hidden_size: int = _positive(384, "width inside the SwiGLU MLP")
     num_attention_heads: int = _positive(8, "query heads")
     num_query_groups: int = _positive(4, "key and value heads (GQA)")
     seq_length: int = _positive(128, "bytes in a sample")
@@ -70,9 +70,6 @@ class Settings:
     layernorm_epsilon: float = 1e-5
     rotary_base: int = 10000
     qk_layernorm: bool = False
-    num_moe_experts: int | None = None  # None: a dense MLP
-    moe_router_topk: int = 2  # experts that a token takes
-    moe_aux_loss_coeff: float = 0.0
     gradient_accumulation_fusion: bool = False
 
     @property
@@ -94,17 +91,12 @@ def _published(name: str, **others: Any) -> dict[str, Any]:
     return {size: getattr(models.MODELS[name], size) or None for size in (*SHAPE, "vocab_size")} | others
 
 
-# What differs from Settings(). Sources of the sizes: overlap_train/tools/measure/models.py; mixtral: arXiv 2401.04088, table 1,
-# and config.json of mistralai/Mixtral-8x7B-v0.1.
+# What differs from Settings(). Sources of the sizes: overlap_train/tools/measure/models.py.
 MODELS: dict[str, dict[str, Any]] = {
     SMALL: {},
     "llama3-8b": _published("llama3-8b", title="Llama-3 8B", rotary_base=500000),
     "llama3-70b": _published("llama3-70b", title="Llama-3 70B", rotary_base=500000),
     "qwen3-32b": _published("qwen3-32b", title="Qwen3-32B", layernorm_epsilon=1e-6, rotary_base=1000000, qk_layernorm=True),
-    "mixtral-8x7b": dict(
-        title="Mixtral 8x7B", num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
-        num_query_groups=8, vocab_size=32000, rotary_base=1000000, num_moe_experts=8, moe_router_topk=2, moe_aux_loss_coeff=0.02,
-    ),
 }  # fmt: skip
 
 # The small model gives a GPU something to do, too.
@@ -174,13 +166,10 @@ def _problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) ->
         return f"{shown(settings, 'save_interval')} without --save would save nothing; add --save DIR"
     if settings.cuda_graph and settings.recompute != "none":
         return f"{shown(settings, 'recompute')} reads the random state, which no CUDA graph captures; use none"
-    if settings.cuda_graph and settings.num_moe_experts:
-        return f"{shown(settings, 'model')}: the host reads how many tokens an expert gets, so leave out --cuda-graph"
     if overlap is not None and settings.tp * settings.cp == 1 and overlap.on_unsupported == "error":
         return "--overlap-train with --tp 1 and --cp 1: there is nothing to overlap; start more ranks, or leave it out"
-    if settings.lora and (settings.recompute == "full" or settings.num_moe_experts):
-        part = shown(settings, "model") if settings.num_moe_experts else shown(settings, "recompute")
-        return f"{shown(settings, 'lora')} with {part}: adapters are for dense layers that are not recomputed whole"
+    if settings.lora and settings.recompute == "full":
+        return f"{shown(settings, 'lora')} with --recompute full: no gradient reaches the first layer's input; use selective"
     needs_gpus = {
         "--cuda-graph": settings.cuda_graph,
         shown(settings, "model"): settings.model != SMALL,

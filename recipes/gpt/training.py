@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -50,15 +51,17 @@ class Trainer:
         self.stream = torch.cuda.Stream() if settings.cuda_graph else None
         config, lowest = model.config, LOWEST_LR * settings.lr
         is_reduced_early = config.bf16 and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+        # Without Apex and TransformerEngine Megatron cannot load the distributed optimizer's state: torch's AdamW keeps another.
+        is_distributed = config.bf16 and (HAVE_APEX_OR_TE or not (settings.save or settings.load))
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, overlap_grad_reduce=is_reduced_early, use_distributed_optimizer=config.bf16
+            grad_reduce_in_fp32=True, overlap_grad_reduce=is_reduced_early, use_distributed_optimizer=is_distributed
         )
         with on_stream(self.stream):
             self.trained = DistributedDataParallel(config, ddp, Float16Module(config, model) if config.bf16 else model)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam", lr=settings.lr, min_lr=lowest, weight_decay=WEIGHT_DECAY, adam_beta1=0.9, adam_beta2=0.95,
-                clip_grad=CLIP_GRAD, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=config.bf16,
+                clip_grad=CLIP_GRAD, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=is_distributed,
             ),
             [self.trained],
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -10,55 +9,29 @@ from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
 from overlap_train import OverlapConfig
 from overlap_train.config import METHODS
-from overlap_train.flags import (
-    Parser,
-    add_flags,
-    add_options,
-    from_args,
-    option,
-    positive_int,
-    positive_int_or_0,
-    read_config,
-)
+from overlap_train.flags import Parser, add_flags, add_options, from_args, option, positive_int, read_config
 
 WARM_UP_STEPS = 3
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
 
 # As many layers as leave room for three variants with their optimizers on four GPUs of 141 GB.
-FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2, "mixtral-8x7b": 1}
-AGAIN = " again"  # ends the name of what is trained a second time
+FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2}
 
-# name: how tables and the picture call it, in their order: baselines first, ours last, the default last of all
-VARIANTS = {
-    "megatron": "Megatron-Core",
-    "megatron_graph": "Megatron-Core, CUDA graph",
-    "async_tp": "PyTorch async-TP",
-    "nccl": "NCCL, then cuBLAS",  # our modules by NCCL and cuBLAS, one after the other: method collective
-    "nccl_graph": "NCCL, then cuBLAS, CUDA graph",
-    "te": "TransformerEngine",
-    "te_userbuffers": "TE userbuffers",
-    "te_userbuffers_ring": "TE userbuffers, ring",
-    "te_overlap": "overlap_train on TE",
-    **{method: f"overlap_train, {method} only" for method in METHODS if method not in ("auto", "collective")},
-    "overlap": "overlap_train",
-    "overlap_graph": "overlap_train, CUDA graph",
-}
-DEFAULTS = ("megatron", "overlap", "async_tp")
-LORA_DEFAULTS = ("megatron", "overlap")
-ULYSSES_DEFAULTS = ("nccl", "chunked", "fused", "direct", "overlap")
+# Baselines first; nccl: our modules by NCCL and cuBLAS, one after the other, which is the method collective.
+VARIANTS = (
+    *("megatron", "megatron_graph", "nccl", "nccl_graph"),
+    *(method for method in METHODS if method not in ("auto", "collective")),
+    *("te", "te_userbuffers", "te_userbuffers_ring", "te_overlap"),
+    *("overlap", "overlap_graph"),
+)
 USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
-# what has no context parallelism, and what to take instead
-NO_ULYSSES = {"megatron": "nccl", "megatron_graph": "nccl_graph", "async_tp": "nccl"} | dict.fromkeys(USERBUFFERS, "te")
-
-
-def bare(name: str) -> str:
-    """The name of a variant, given its own or that of its repetition."""
-    return name.removesuffix(AGAIN)
+DEFAULTS = ("megatron", "overlap")
+ULYSSES_DEFAULTS = ("nccl", "chunked", "fused", "direct", "overlap")
 
 
 def is_graph(name: str) -> bool:
-    """Whether a variant, or its repetition, replays a CUDA graph."""
-    return bare(name).endswith("_graph")
+    """Whether a variant replays a CUDA graph."""
+    return name.endswith("_graph")
 
 
 def baseline_of(names: Collection[str], name: str) -> str | None:
@@ -76,22 +49,17 @@ class Plan:
     seq_length: int = option(8192, "tokens in a sample", parse=positive_int)
     tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
     cp: int = option(1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int)
-    lora: int = option(
-        0, "features of low-rank adapters around frozen linears; 0: train the weights", parse=positive_int_or_0
-    )
+    lora: int = option(0, "features of low-rank adapters around frozen linears; 0: train the weights", parse=int)
+    deterministic: bool = option(False, "deterministic kernels on all sides: the same bits on every run")
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank", parse=positive_int)
     global_batch_size: int = option(0, "samples of one step; 0: one micro-batch for each data-parallel replica")
     steps: int = option(30, "timed steps of each variant", parse=positive_int)
     round_steps: int = option(5, "steps of a variant before the next one has its turn", parse=positive_int)
-    loss_steps: int = option(0, "train every variant for at least so many steps, timed or not")
     variants: tuple[str, ...] = option(
         (),
-        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}, with --lora "
-        f"{','.join(LORA_DEFAULTS)}",
-        choices=tuple(VARIANTS),
+        f"what to compare; without it, {','.join(DEFAULTS)}, with --cp {','.join(ULYSSES_DEFAULTS)}",
+        choices=VARIANTS,
     )
-    repeat: tuple[str, ...] = option((), "variants to train a second time from the same seed", metavar="NAME,...")
-    bitwise: bool = option(False, "deterministic kernels; train `overlap`, or --repeat, twice and compare to the bit")
     weight_gradient_fusion: str = option(
         "ours",
         "which linears add weight gradients into the fp32 buffer inside the GEMM: ours only, or Megatron's too",
@@ -100,23 +68,16 @@ class Plan:
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
     peak_tflops: float = option(0.0, "MFU is against this; 0: the data sheet's dense bf16 figure")
     out: str = option("runs/mfu", "folder for JSON, Markdown and the picture")
-    redraw: str = option("", "only draw the picture of this folder anew, from its JSON, without torchrun")
 
     @property
     def rounds(self) -> int:
         """How many rounds of steps there are. In each a variant first makes a step that is not timed: ranks come together."""
-        for_losses = math.ceil((self.loss_steps - WARM_UP_STEPS) / (self.round_steps + 1))
-        return max(1, for_losses, math.ceil(self.steps / self.round_steps))
+        return -(-self.steps // self.round_steps)
 
     @property
     def trained_steps(self) -> int:
         """How many optimizer steps every variant makes."""
         return WARM_UP_STEPS + self.rounds * (self.round_steps + 1)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all that is trained: variants, then repetitions."""
-        return (*self.variants, *(name + AGAIN for name in self.repeat))
 
 
 def read_flags(arguments: list[str], description: str | None = None) -> tuple[Plan, OverlapConfig]:
@@ -133,39 +94,21 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
     plan = replace(
         plan,
         layers=plan.layers or tuple(few),
-        variants=tuple(dict.fromkeys(plan.variants)) or defaults_of(plan),
-        repeat=tuple(dict.fromkeys(plan.repeat)) or (("overlap",) if plan.bitwise else ()),
+        variants=tuple(dict.fromkeys(plan.variants)) or (ULYSSES_DEFAULTS if plan.cp > 1 else DEFAULTS),
         **({"steps": 10, "round_steps": 2} if plan.quick else {}),
     )
-    if problem := _problem(plan):
-        raise RecipeError(problem)
-    return plan, overlap
-
-
-def defaults_of(plan: Plan) -> tuple[str, ...]:
-    """The variants that are compared where none is named."""
-    if plan.cp > 1:
-        return ULYSSES_DEFAULTS
-    return LORA_DEFAULTS if plan.lora else DEFAULTS
-
-
-def _problem(plan: Plan) -> str | None:
-    """Which flags do not go together."""
     if len(plan.layers) != len(plan.model):
-        return f"--layers has {len(plan.layers)} numbers for {len(plan.model)} models; give one for each"
-    for name in plan.repeat:
-        if name not in plan.variants:
-            return f"--repeat {name} is not one of the --variants {','.join(plan.variants)}; add it to them"
+        raise RecipeError(f"--layers has {len(plan.layers)} numbers for {len(plan.model)} models; give one for each")
     for name in plan.variants:
-        if plan.cp > 1 and name in NO_ULYSSES:
-            return f"--variants {name} with --cp {plan.cp}: it has no context parallelism; take {NO_ULYSSES[name]}"
-        if name in USERBUFFERS and (len(plan.model) > 1 or name in plan.repeat):
-            return f"--variants {name}: userbuffers are made once a process; give one --model and no --repeat of it"
-        if plan.lora and (name == "async_tp" or name.startswith("te")):
-            return f"--variants {name} with --lora {plan.lora}: its linears come without adapters here; leave it out"
-        if is_graph(name) and any("num_moe_experts" in MODELS[model] for model in plan.model):
-            return f"--variants {name}: the host reads how many tokens an expert gets; choose a --model without experts"
-    return None
+        if plan.cp > 1 and name.startswith("megatron"):
+            instead = name.replace("megatron", "nccl")
+            raise RecipeError(f"--variants {name} with --cp {plan.cp}: it has no context parallelism; take {instead}")
+        if name in USERBUFFERS and (plan.cp > 1 or len(plan.model) > 1):
+            why = "they have no context parallelism" if plan.cp > 1 else "a process can make them for one --model"
+            raise RecipeError(f"--variants {name}: {why}; leave it out")
+        if name.startswith("te") and plan.lora:
+            raise RecipeError(f"--variants {name}: --lora puts adapters around Megatron-Core's linears; leave it out")
+    return plan, overlap
 
 
 def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
@@ -183,7 +126,7 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         lr=3e-4,
         lr_warmup_iters=20,
         lora=plan.lora,
-        deterministic=int(plan.bitwise),
+        deterministic=int(plan.deterministic),
         gradient_accumulation_fusion=plan.weight_gradient_fusion == "both",
     )
     return resolve(settings, ranks)

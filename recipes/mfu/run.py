@@ -7,27 +7,26 @@ be timed with cold caches, and its losses would not go on.
 from __future__ import annotations
 
 import gc
-import importlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from unittest.mock import patch
 
 import torch
-from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import layers, mappings
 
 import overlap_train
 from gpt.data import Batch, batches, read_samples
 from gpt.model import build_model
 from gpt.program import RecipeError, say
 from gpt.settings import Settings
-from gpt.training import Trainer, micro_batches, per_byte
-from mfu.linears import Wholes, use_async_tp, without_communication
-from mfu.plan import AGAIN, USERBUFFERS, WARM_UP_STEPS, Plan, bare, is_graph
-from mfu.results import Row, row_of
+from gpt.training import Trainer, micro_batches
+from mfu import transformer_engine
+from mfu.plan import USERBUFFERS, WARM_UP_STEPS, Plan, is_graph
 from overlap_train import OverlapConfig
 from overlap_train.tools.measure.timing import Pace, measure
 from overlap_train.tools.measure.world import World
@@ -39,14 +38,20 @@ class Variant:
     """A variant in training. Times are milliseconds, the slowest rank's; `data`: all micro-batches, on the device."""
 
     def __init__(self, name: str, settings: Settings, config: OverlapConfig | None, data: Sequence[Batch]) -> None:
-        self.name, self.data = name, data
-        self.trainer = build_variant(name, settings, config, data[0]["tokens"].device)
-        adds_in_place = settings.gradient_accumulation_fusion if config is None else config.main_grad == "accumulate"
-        self.wholes = Wholes(settings.tp, adds_in_place)
+        if is_graph(name) and data[0]["tokens"].device.type != "cuda":
+            raise RecipeError(f"--variants {name} needs CUDA devices")
+        settings = replace(settings, cuda_graph=int(is_graph(name)))
+        self.data = data
+        build = partial(transformer_engine.build, name) if name.startswith("te") else build_model
+        self.trainer = Trainer(settings, build(settings, config, data[0]["tokens"].device))
+        # Whether the linears add weight gradients into main_grad inside the GEMM.
+        self.adds_in_place = (
+            settings.gradient_accumulation_fusion if config is None else config.main_grad == "accumulate"
+        )
         self.totals: list[torch.Tensor] = []  # (Σ nats, Σ bytes) of each step
         self.step_ms: list[float] = []  # of each round
-        self.passes_ms: float | None = None  # forward and backward, without the optimizer
-        self.alone_ms: float | None = None  # and without the linears' communication
+        self.passes_ms = 0.0  # forward and backward, without the optimizer
+        self.exposed_ms: float | None = None  # the part of them that communication takes; None: unknown
 
     def step(self, _: int = 0) -> None:
         """One optimizer step on the next global batch. A timed call is given an index, which means nothing here."""
@@ -57,9 +62,9 @@ class Variant:
         """Gradients of the first global batch; weights stay as they are."""
         self.trainer.forward_backward(iter(self.micro_batches(0)))
 
-    def forward_backward_alone(self, _: int = 0) -> None:
-        """As forward_backward, without the communication of the linears."""
-        with without_communication(self.trainer.bare, self.wholes):
+    def forward_backward_alone(self, adds_in_place: bool, _: int = 0) -> None:
+        """As forward_backward, without communication; of Megatron-Core's linears. adds_in_place: as that of another variant."""
+        with without_communication(self.trainer.bare, adds_in_place):
             self.forward_backward()
 
     def micro_batches(self, step: int) -> Sequence[Batch]:
@@ -68,172 +73,93 @@ class Variant:
 
 
 class Comparison:
-    """All variants of a model; every method is collective. Keys are names of variants and their repetitions."""
+    """All variants of a model, each with its first steps done; every method is collective."""
 
     def __init__(self, plan: Plan, settings: Settings, overlap: OverlapConfig, world: World) -> None:
-        self.plan, self.settings, self.overlap, self.world = plan, settings, overlap, world
-        self.absent: dict[str, str] = {}  # why a variant did not run
-        self.running: dict[str, Variant] = {}
-        self.weights: list[float] = []  # the fingerprint with which all start
+        self.plan, self.settings, self.world = plan, settings, world
         stream = batches(read_samples(settings, is_held_out=False), 0, settings, world.device, is_trained=True)
         # On the device before anything is timed.
-        self.data = list(islice(stream, settings.train_iters * micro_batches(settings)))
-
-    def rows(self) -> list[Row]:
-        """Train and time every variant. Raises RecipeError where none runs."""
-        for name in self.plan.names:
-            self.attempt(name, self.start)
-        for name in filter(is_graph, list(self.running)):  # not before the heap, which all share, has its size
-            self.attempt(name, lambda name: self.running[name].trainer.capture(self.running[name].micro_batches(0)))
-        self.train()
-        problem = self.world.attempt(self.time_without_communication)
-        if problem is not None:  # step times and losses are worth keeping
-            say(f" {self.settings.model}: exposed communication is unknown: {problem}")
-        rows = self.collect()
-        for variant in self.running.values():
-            variant.trainer.release()  # NCCL does not end while a graph holds its calls
-        self.running.clear()
-        if megatron_te.HAVE_TE:  # userbuffers must not outlive the process groups
-            importlib.import_module("transformer_engine.pytorch.module.base").destroy_ub()
-        overlap_train.shutdown()  # the next model has symmetric memory of its own
-        self.free()
-        return rows
-
-    def start(self, name: str) -> None:
-        """Build a variant and take its first steps, in which kernels compile and the optimizer's state is made."""
-        if bare(name).startswith("te") and not megatron_te.HAVE_TE:
-            raise RecipeError("TransformerEngine is not installed; leave this variant out of --variants")
-        if (bare(name) == "async_tp" or is_graph(name)) and self.world.device.type != "cuda":
-            raise RecipeError(f"{bare(name)} needs CUDA devices")
-        say(f" {self.settings.model}: building {name}")
-        variant = Variant(name, self.settings, overlap_of(name, self.overlap), self.data)
-        weights = fingerprint(variant.trainer.bare)
-        self.weights = self.weights or weights
-        if self.world.any(weights != self.weights):
-            raise RecipeError("it did not start from the weights of the first variant")
-        for _ in range(WARM_UP_STEPS):
-            variant.step()
-        overlap_train.check()
-        self.running[name] = variant
+        data = list(islice(stream, settings.train_iters * micro_batches(settings)))
+        self.variants: dict[str, Variant] = {}
+        for name in plan.variants:
+            say(f" {settings.model}: building {name}")
+            self.variants[name] = variant = Variant(name, settings, config_of(name, overlap), data)
+            for _ in range(WARM_UP_STEPS):  # kernels compile, and the optimizer's state is made
+                variant.step()
+            overlap_train.check()
+        for name in filter(is_graph, self.variants):  # not before the heap, which all share, has its size
+            self.variants[name].trainer.capture(self.variants[name].micro_batches(0))
 
     def train(self) -> None:
-        """Rounds of timed steps, each in another order. A variant that fails has no more turns."""
-        model, rounds = self.settings.model, self.plan.rounds
-        for turn in range(rounds):
-            for name in random.Random(turn).sample(list(self.running), len(self.running)):
-                self.attempt(name, self.take_turn)
-            if not self.running:
-                reasons = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
-                raise RecipeError(f"--model {model}: no variant can be trained here: {reasons}")
-            times = ", ".join(f"{name} {variant.step_ms[-1]:.1f}" for name, variant in self.running.items())
-            say(f" {model}: round {turn + 1}/{rounds}, ms a step: {times}")
+        """Rounds of timed steps, each in another order."""
+        model, pace = self.settings.model, Pace(1, self.plan.round_steps)
+        for turn in range(self.plan.rounds):
+            for name in random.Random(turn).sample(list(self.variants), len(self.variants)):
+                timings = measure({name: self.variants[name].step}, pace, self.world.group, self.world.device)
+                overlap_train.check()  # a wait that gave up in these steps has left NaN
+                self.variants[name].step_ms.append(timings[name].ms)
+            times = ", ".join(f"{name} {variant.step_ms[-1]:.1f}" for name, variant in self.variants.items())
+            say(f" {model}: round {turn + 1}/{self.plan.rounds}, ms a step: {times}")
 
-    def take_turn(self, name: str) -> None:
-        variant, pace = self.running[name], Pace(1, self.plan.round_steps)
-        timings = measure({name: variant.step}, pace, self.world.group, self.world.device)
-        overlap_train.check()  # a wait that gave up in these steps has left NaN
-        variant.step_ms.append(timings[name].ms)
+    def time_passes(self) -> None:
+        """Time forward and backward, in turns. What a variant exposes is how much longer they take than with Megatron-Core's
+        linears without communication, which then add weight gradients as the variant's do.
 
-    def attempt(self, name: str, work: Callable[[str], None]) -> None:
-        """Where work fails: go on without the variant, say why, and give the others its memory at once."""
-        problem = self.world.attempt(lambda: work(name))
-        if problem is None:
-            return
-        problem = problem.removeprefix("RecipeError: ")
-        if "OutOfMemoryError" in problem:
-            way_out = "all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
-            problem = f"{problem.partition('. ')[0]}; {way_out}"
-        if name in self.running:
-            self.running.pop(name).trainer.release()
-        say(f" {self.settings.model}: without {name}: {problem}")
-        self.absent[name] = problem
-        self.free()
-        # After a wait that gave up every call would raise that again. Graphs hold addresses of the old memory.
-        if self.world.any("Overlap" in problem) and not any(map(is_graph, self.running)):
-            self.world.attempt(overlap_train.shutdown)
+        Unknown of TransformerEngine's modules, which cannot run without, of Ulysses, whose exchanges move data that the next GEMM
+        needs, and of a graph, since host time would show.
+        """
+        calls = {name: variant.forward_backward for name, variant in self.variants.items()}
+        megatron = None if self.settings.cp > 1 else self.variants.get("megatron")
+        if megatron is not None:
+            for adds_in_place in {variant.adds_in_place: None for variant in self.variants.values()}:
+                calls[f"alone {adds_in_place}"] = partial(megatron.forward_backward_alone, adds_in_place)
+        timings = measure(calls, Pace(3 if self.plan.quick else 5, EXPOSED_BURST), self.world.group, self.world.device)
+        for name, variant in self.variants.items():
+            variant.passes_ms = timings[name].ms
+            if megatron is not None and not is_graph(name) and not name.startswith("te"):
+                variant.exposed_ms = variant.passes_ms - timings[f"alone {variant.adds_in_place}"].ms
 
-    def free(self) -> None:
+    def close(self) -> None:
+        """Free everything: the next model has symmetric memory of its own."""
+        for variant in self.variants.values():
+            variant.trainer.release()  # NCCL does not end while a graph holds its calls
+        self.variants.clear()
+        transformer_engine.release()
+        overlap_train.shutdown()
         gc.collect()  # a model and its optimizer refer to each other
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def time_without_communication(self) -> None:
-        """Time forward and backward with and without the linears' communication, in turns; not of repetitions.
 
-        TransformerEngine's modules cannot run without, Ulysses' all-to-alls move data that the next GEMM needs, and of a graph
-        host time would show.
-        """
-        once = {name: variant for name, variant in self.running.items() if not name.endswith(AGAIN)}
-        calls = {name: variant.forward_backward for name, variant in once.items()}
-        for name, variant in once.items() if self.settings.cp == 1 else ():
-            if not (is_graph(name) or name.startswith("te")):
-                calls[f"{name}, alone"] = variant.forward_backward_alone
-        timings = measure(calls, Pace(3 if self.plan.quick else 5, EXPOSED_BURST), self.world.group, self.world.device)
-        for name, variant in once.items():
-            variant.passes_ms = timings[name].ms
-            variant.alone_ms = timings[f"{name}, alone"].ms if f"{name}, alone" in timings else None
-
-    def collect(self) -> list[Row]:
-        """A row for each variant and repetition. Losses are of every step, over all replicas and parts of sequences."""
-        losses = {name: per_byte(torch.stack(variant.totals)) for name, variant in self.running.items()}
-        same: dict[str, bool] = {}  # whether a repeated variant ended with the same bits on every rank
-        for name, variant in self.running.items():
-            if name.endswith(AGAIN) and (once := self.running.get(bare(name))) is not None:
-                weights = zip(once.trainer.bare.parameters(), variant.trainer.bare.parameters(), strict=True)
-                differ = losses[name] != losses[bare(name)] or not all(torch.equal(a, b) for a, b in weights)
-                same[name] = not self.world.any(differ)
-        return [row_of(self, name, losses, same.get(name)) for name in self.plan.names]
-
-
-@torch.no_grad()
-def fingerprint(model: torch.nn.Module) -> list[float]:
-    """The sum of squares of each parameter, the smallest first: TransformerEngine's modules have them in another order."""
-    return sorted(parameter.float().square().sum().item() for parameter in model.parameters())
-
-
-def build_variant(name: str, settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> Trainer:
-    """The trainer of a variant; collective. Raises RecipeError where enable() refuses."""
-    variant, settings = bare(name), replace(settings, cuda_graph=int(is_graph(name)))
-    build = partial(build_model, settings, overlap, device)
-    if variant.startswith("te"):
-        ring = variant == "te_userbuffers_ring"
-        own = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": ring} if variant in USERBUFFERS else {}
-        model = build(partial(get_gpt_decoder_block_spec, use_transformer_engine=True), own)
-        if variant in USERBUFFERS:
-            name_userbuffers(model, settings, ring)
-    else:
-        model = use_async_tp(build()) if variant == "async_tp" else build()
-    return Trainer(settings, model)
-
-
-def overlap_of(name: str, overlap: OverlapConfig) -> OverlapConfig | None:
+def config_of(name: str, overlap: OverlapConfig) -> OverlapConfig | None:
     """The settings of a variant's overlapped linears; None: it has none."""
-    variant = bare(name).removesuffix("_graph")
-    if variant in ("megatron", "async_tp", "te", *USERBUFFERS):
+    variant = name.removesuffix("_graph")
+    if variant in ("megatron", "te", *USERBUFFERS):
         return None
-    if variant in ("overlap", "te_overlap"):
-        return overlap
-    return overlap.by("collective" if variant == "nccl" else variant)
+    return (
+        overlap if variant in ("overlap", "te_overlap") else overlap.by("collective" if variant == "nccl" else variant)
+    )
 
 
-def name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None:
-    """Let a model's linears take TransformerEngine's communication buffers, made as Megatron-LM makes them (--tp-comm-overlap).
+@contextmanager
+def without_communication(model: GPTModel, adds_in_place: bool) -> Iterator[None]:
+    """Let Megatron's linears compute without the collectives of tensor parallelism: results are wrong, times are right.
 
-    Needs TransformerEngine 2.7 or newer. A process can have one set, which has a communicator for each product of a transformer,
-    by name. So one set has both configurations: linears named fc1 and fc2 run by TransformerEngine's defaults, qkv and proj by
-    ring exchange for every scatter.
+    What was gathered or scattered earlier stays in the buffers, so that GEMMs have numbers of the usual size: a GPU multiplies
+    zeros faster. adds_in_place: whether weight gradients are added into main_grad inside the GEMM.
     """
-    base = importlib.import_module("transformer_engine.pytorch.module.base")
-    if base._ub_communicators is None:
-        ring = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=settings.tp)
-        base.initialize_ub(
-            shape=[settings.seq_length * settings.micro_batch_size, settings.hidden_size],
-            tp_size=settings.tp,
-            quantization_modes=[base.UserBufferQuantizationMode.NONE],
-            ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)},
-            bootstrap_backend="nccl",
-        )
-    column, row = ("qkv", "proj") if is_ring else ("fc1", "fc2")
-    for module in model.modules():
-        if getattr(module, "ub_name", None) is not None:
-            module.ub_name = row if module.parallel_mode == "row" else column
+    with ExitStack() as patches:
+        for module in (layers, mappings):
+            for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+                patches.enter_context(patch.object(module, name, lambda *_, **__: _Done()))
+        for linear in model.modules():
+            if isinstance(linear, layers.ColumnParallelLinear | layers.RowParallelLinear):
+                patches.enter_context(patch.object(linear, "gradient_accumulation_fusion", adds_in_place))
+        yield
+
+
+class _Done:
+    """The handle of a collective that was left out."""
+
+    def wait(self) -> None:
+        pass

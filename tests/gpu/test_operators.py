@@ -19,7 +19,7 @@ from overlap_train.schedule.kinds import Kind
 from overlap_train.select.choose import choose
 from overlap_train.select.method import Pass
 from overlap_train.select.table import UNTUNED
-from overlap_train.select.tiles import HOPPER_TILE, chunk_count, count_waves, direct_chunk_count
+from overlap_train.select.tiles import HOPPER_TILE, SHORTEST_DIRECT, chunk_count, count_waves
 from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
 
 SHAPES_OF_TILES = {
@@ -55,7 +55,7 @@ def test_chunks_that_end_within_a_tile(case: Case, operator: str, features: tupl
     """Four of 1015 rows that the copy engine sends, two of 2030 that kernels store."""
     if case.world > 4:
         pytest.skip("eight ranks' tensors in fp64 are 8 GB each")
-    assert (chunk_count(4060, 2 * 4136, True), direct_chunk_count(4060, True)) == (4, 2)
+    assert (chunk_count(4060, 2 * 4136, True), chunk_count(4060, 1, True, 8, SHORTEST_DIRECT)) == (4, 2)
     OPERATORS[operator](case, (4060, 1), *features)
 
 

@@ -112,8 +112,8 @@ def test_all_ranks_find_the_same_winner_and_the_next_run_has_it(world: int, node
         assert re.search(r"^  backward chunked \(chunked \d+\.\d+ ms, collective \d+\.\d+ ms\)$", printed, re.M)
     assert not any(printed for seen in ranks[1:] for printed in seen.printed.values()), "rank 0 of the job prints"
     table = read(str(tmp_path), key_of(CPU, world, world // node_ranks if node_ranks else 1))
-    assert len(table.winners) == 2 * len(OPERATORS)
-    for winner in table.winners.values():
+    assert len(table) == 2 * len(OPERATORS)
+    for winner in table.values():
         assert winner.how.name == min(winner.ms, key=winner.ms.__getitem__).name
         assert winner.measured.bucket == _bucket(winner.measured, world)
 

@@ -35,7 +35,6 @@ def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
         "kept": (on, *TWO_LAYERS),
         "recomputed": (on, *TWO_LAYERS, "--recompute", "full"),
         "attention recomputed": (on, *TWO_LAYERS, "--recompute", "selective"),
-        "deterministic": (on, "--deterministic", 1),
         "another model": (*TWO_LAYERS, "--load", first),
         "no checkpoint": ("--load", folder),
         "would overwrite": ("--save", first),
@@ -66,7 +65,6 @@ def train_all(rank: int, world: int, folder: Path) -> dict[str, Ended]:
         shutdown()
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
-        torch.use_deterministic_algorithms(False)
         ended[name] = Ended(2 if refusal else 0, said.getvalue(), refusal)
     return ended
 
@@ -103,7 +101,6 @@ def test_a_run_prints_its_losses_beside_the_bigrams_and_a_sample(ranks: list[dic
         ("overlapped", "megatron"),
         ("replicas", "megatron"),
         ("ulysses", "megatron"),
-        ("deterministic", "megatron"),
         ("recomputed", "kept"),
         ("attention recomputed", "kept"),
     ],

@@ -114,7 +114,7 @@ def _won(*ranks: dict[tuple[str, str], float], table: Table = UNTUNED) -> dict[s
 
 
 def _table(*passes: Pass) -> Table:
-    return Table({pass_.bucket: Winner(pass_, Method("collective"), {}) for pass_ in passes})
+    return {pass_.bucket: Winner(pass_, Method("collective"), {}) for pass_ in passes}
 
 
 def test_the_slowest_rank_counts_and_the_default_stays_within_noise() -> None:

@@ -22,7 +22,7 @@ from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.tools.measure.cases import Case
-from overlap_train.tools.tune.candidates import candidates, ways_of
+from overlap_train.tools.tune.candidates import ways_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ QKV = Pass(Kind.AG_GEMM, 8192, 1536, 4096, BF16, 4)
 PROJ = Pass(Kind.GEMM_RS, 8192, 4096, 1024, BF16, 4)
 
 
-def table_of(*winners: Winner, nodes: int = 1) -> Table:
-    return Table({winner.measured.bucket: winner for winner in winners}, nodes)
+def table_of(*winners: Winner) -> Table:
+    return {winner.measured.bucket: winner for winner in winners}
 
 
 def auto(pass_: Pass, system: System = H200, nodes: int = 1) -> str:
@@ -177,7 +177,6 @@ def test_a_measurement_decides_its_own_pass_only() -> None:
     others = [FC1.dgrad, replace(FC1, kind=Kind.GEMM_RS), replace(FC1, dtype=torch.float32), replace(FC1, world=2)]
     for other in [*others, replace(FC1, m=4096), replace(FC1, n=4096), replace(FC1, k=2048)]:
         assert "not tuned" in choose("auto", other, CPU, table).reason
-    assert "not tuned" in choose("auto", FC1, CPU, table, nodes=2).reason, "of a group of another number of nodes"
 
 
 def test_what_the_hopper_kernels_serve_is_measured_apart() -> None:
@@ -202,7 +201,7 @@ def test_the_fastest_options_of_a_method_run() -> None:
 
 def test_across_nodes_the_measured_number_of_chunks_runs() -> None:
     two = Method("chunked", chunks=2)
-    table = table_of(Winner(FC1, two, {Method("chunked"): 2.0, two: 1.0}), nodes=2)
+    table = table_of(Winner(FC1, two, {Method("chunked"): 2.0, two: 1.0}))
     for device in (CPU, H200):
         choice = choose("auto", FC1, device, table, nodes=2)
         assert (choice.how, choice.reason.endswith("; blocks in 2 chunks")) == (two, True)
@@ -277,9 +276,3 @@ def test_across_nodes_numbers_of_chunks_are_tried() -> None:
     counts = {way.chunks for way in ways_of(far, "fused", H200, nodes=2)}
     assert counts >= {0, 1, 2} and all(way.name == "fused" for way in ways_of(far, "fused", H200, nodes=2))
     assert ways_of(far, "collective", H200, nodes=2) == [Method("collective")]
-
-
-def test_collective_and_the_default_are_always_candidates() -> None:
-    assert candidates(["chunked"], "fused", FC1) == ["chunked", "fused", "collective"]
-    assert candidates(["low_latency"], "fused", FC1) == ["fused", "collective"], "it does not serve so many bytes"
-    assert candidates(["direct"], "fused", FC1, nodes=2) == ["fused", "collective"]

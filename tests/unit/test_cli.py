@@ -41,7 +41,7 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("package", "command", "install"),
     [
-        ("torch", "doctor", "torch"), ("torch", "bench operators", "torch"), ("torch", "tune --dry-run --seq 8", "torch"),
+        ("torch", "doctor", "torch"), ("torch", "bench operators", "torch"), ("torch", "tune --seq 8", "torch"),
         ("packaging", "doctor", "packaging"),
     ],
 )  # fmt: skip

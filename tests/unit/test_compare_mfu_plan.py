@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpt.program import RecipeError
-from mfu.plan import AGAIN, Plan, baseline_of, is_graph, read_flags, settings_for
+from mfu.plan import Plan, baseline_of, is_graph, read_flags, settings_for
 
 
 def plan(line: str = "") -> Plan:
@@ -13,52 +13,39 @@ def plan(line: str = "") -> Plan:
 
 
 def test_the_flags_reach_the_settings() -> None:
-    settings = settings_for(plan("--model llama3-8b --layers 3 --seq-length 512 --tp 2 --bitwise"), 0, 4)
+    settings = settings_for(plan("--model llama3-8b --layers 3 --seq-length 512 --tp 2"), 0, 4)
     assert (settings.num_layers, settings.seq_length, settings.tp) == (3, 512, 2)
     assert (settings.micro_batch_size, settings.global_batch_size) == (1, 2)  # two replicas
-    assert settings.deterministic == 1
-
-
-def test_bitwise_trains_the_overlapped_variant_twice() -> None:
-    assert plan("--bitwise").names[-1] == "overlap" + AGAIN
-    assert plan("--bitwise --repeat megatron,overlap").repeat == ("megatron", "overlap")
-    assert plan("--bitwise --variants megatron,fused --repeat fused").repeat == ("fused",)
 
 
 def test_graphs_are_variants_that_must_be_asked_for() -> None:
-    asked = plan("--variants megatron,overlap_graph,megatron_graph --repeat overlap_graph")
-    assert asked.names == ("megatron", "overlap_graph", "megatron_graph", "overlap_graph" + AGAIN)
-    assert [is_graph(name) for name in asked.names] == [False, True, True, True]
-    assert not any(is_graph(name) for name in plan().names)
-    assert plan("--cp 2 --variants nccl,overlap_graph,nccl_graph").names == ("nccl", "overlap_graph", "nccl_graph")
+    asked = plan("--variants megatron,overlap_graph,megatron_graph")
+    assert [is_graph(name) for name in asked.variants] == [False, True, True]
+    assert not any(is_graph(name) for name in plan().variants)
+    assert plan("--cp 2 --variants nccl,overlap_graph,nccl_graph").variants == ("nccl", "overlap_graph", "nccl_graph")
 
 
 def test_context_parallelism_has_variants_and_fewer_layers_of_its_own() -> None:
     asked = plan("--cp 2")
-    assert asked.names == ("nccl", "chunked", "fused", "direct", "overlap") and asked.layers == (2,)
+    assert asked.variants == ("nccl", "chunked", "fused", "direct", "overlap") and asked.layers == (2,)
     settings = settings_for(asked, 0, 4)
     assert (settings.tp, settings.cp, settings.global_batch_size) == (2, 2, 1)
 
 
 def test_what_others_are_compared_with() -> None:
-    assert baseline_of(["te", "overlap", "megatron"], "overlap") == "megatron"
-    assert baseline_of(["te_overlap", "te"], "te_overlap") == "te"
+    assert baseline_of(["nccl", "overlap", "megatron"], "overlap") == "megatron"
     assert baseline_of(["fused"], "fused") is None
     assert baseline_of(["megatron", "overlap_graph"], "overlap_graph") is None
-    assert baseline_of(["nccl_graph", "megatron_graph", "megatron"], "overlap_graph again") == "megatron_graph"
+    assert baseline_of(["nccl_graph", "megatron_graph", "megatron"], "overlap_graph") == "megatron_graph"
     assert baseline_of(["nccl", "overlap_graph", "nccl_graph"], "overlap_graph") == "nccl_graph"
 
 
 WRONG = [
     ("--cp 2 --variants megatron", ["--variants megatron with --cp 2", "take nccl"]),
     ("--cp 2 --variants nccl_graph,megatron_graph", ["--variants megatron_graph with --cp 2", "take nccl_graph"]),
-    ("--cp 2 --variants te_userbuffers", ["--variants te_userbuffers with --cp 2", "take te"]),
     ("--variants auto", ["--variants", "'auto'", "overlap"]),
-    ("--variants te_userbuffers --repeat te_userbuffers", ["te_userbuffers", "no --repeat"]),
-    ("--model mixtral-8x7b --variants overlap_graph", ["overlap_graph", "without experts"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
-    ("--variants megatron,flux", ["--variants", "'flux'", "async_tp"]),
-    ("--variants megatron --bitwise", ["--repeat overlap", "megatron"]),
+    ("--variants megatron,flux", ["--variants", "'flux'", "nccl"]),
     ("--layers 1,2", ["--layers", "2 numbers for 1 models"]),
 ]
 

@@ -10,47 +10,33 @@ import pytest
 import torch
 
 from overlap_train import cli
-from overlap_train.select.system import SYSTEMS
+from overlap_train.select.system import SYSTEMS, System
 from overlap_train.tools.doctor import machine, ranks
-from overlap_train.tools.doctor.report import FAIL, OK, WARN, Finding, lines_of
+from overlap_train.tools.doctor.command import lines_of
+from overlap_train.tools.doctor.job import FAIL, OK, WARN, Finding
 from overlap_train.tools.measure.world import World
 
 HERE = World(object(), torch.device("cuda"), 1, 4, ("node1",) * 4, (4, 5, 6, 7))  # type: ignore[arg-type]
 
 
 def test_equal_lines_become_one_and_a_failure_shows_rank_host_and_fix() -> None:
-    found = [Finding(OK, "link", f"38{rank} GB/s", "300", rank=rank, host="node0") for rank in range(4)]
+    found = [Finding(OK, "device", "GPU ranks", "a GPU", rank=rank, host="node0") for rank in range(4)]
     found.append(Finding(FAIL, "signal", "none", "data first", "replace it", rank=2, host="node0"))
-    said = list(lines_of(found, 4))
-    assert said == [
-        "OK    link, all ranks: 0: 380 GB/s\n        1: 381 GB/s\n        2: 382 GB/s\n        3: 383 GB/s [300]",
+    assert list(lines_of(found, 4)) == [
+        "OK    device, all ranks: GPU ranks [a GPU]",
         "FAIL  signal, rank 2 on node0: none [data first]",
         "        fix: replace it",
         "doctor: FAIL (1 FAIL, 1 OK)",
     ]
 
 
-@pytest.mark.parametrize(("card", "status"), [("h200", FAIL), (None, WARN)])
-def test_a_slow_link_is_named_at_its_source(card: str | None, status: str) -> None:
+@pytest.mark.parametrize("card", [SYSTEMS["h200"], SYSTEMS["b200"]])
+def test_a_slow_link_is_named_at_its_source(card: System) -> None:
     speeds = {(s, t): 380.0 for s in range(4) for t in range(4) if s != t} | {(1, 3): 190.0}
-    (slow,) = ranks.judge_links(HERE, "link", speeds, SYSTEMS[card] if card else None)
-    assert slow.status == status and slow.measured == "190 GB/s from rank 5 on node1 to rank 7 on node1"
-    (good,) = ranks.judge_links(HERE, "link", speeds | {(1, 3): 380.0}, SYSTEMS[card] if card else None)
+    (slow,) = ranks.judge_links(HERE, "link", speeds, card)
+    assert slow.status == WARN and slow.measured == "190 GB/s from rank 5 on node1 to rank 7 on node1"
+    (good,) = ranks.judge_links(HERE, "link", speeds | {(1, 3): 380.0}, card)
     assert good.status == OK
-
-
-@pytest.mark.parametrize(
-    ("variables", "name", "status"),
-    [
-        ({}, "CUDA_DEVICE_MAX_CONNECTIONS", WARN), ({"CUDA_LAUNCH_BLOCKING": "1"}, "CUDA_LAUNCH_BLOCKING", FAIL),
-        ({"NVSHMEM_DISABLE_P2P": "1"}, "NVSHMEM_DISABLE_P2P", FAIL), ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", WARN),
-    ],
-)  # fmt: skip
-def test_a_variable_that_hurts_is_named(variables: dict[str, str], name: str, status: str) -> None:
-    good = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if variables else {}
-    (found,) = machine.check_environment(True, good | variables)
-    assert (found.name, found.status) == (f"environment {name}", status) and name in found.fix
-    assert [found.status for found in machine.check_environment(False, variables)] == [OK]
 
 
 @pytest.fixture
@@ -86,17 +72,14 @@ def test_a_driver_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyP
     assert [found.status for found in machine.check_gpu(0, 1)] == [FAIL]
 
 
-@pytest.mark.parametrize(
-    ("version", "status", "told"),
-    [("0.15.3", FAIL, "0.15.3"), ("9.0", WARN, "9.0: newer than tested"), (None, WARN, "not installed")],
-)
+@pytest.mark.parametrize(("version", "told"), [("0.15.3", "0.15.3"), ("9.0", "9.0"), (None, "not installed")])
 def test_versions_outside_what_pyproject_allows(
-    version: str | None, status: str, told: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = machine.installed
     monkeypatch.setattr(machine, "installed", lambda name: version if name == "megatron-core" else real(name))
     found = {line.name: line for line in machine.check_versions(on_gpu=False)}["version megatron-core"]
-    assert found.status == status and found.measured.startswith(told) and "pip install" in found.fix
+    assert found.status == WARN and found.measured == told and "pip install" in found.fix
 
 
 @pytest.mark.parametrize("line", ["--limit 0", "--seconds soon", "--provider mpi", "--unknown"])
@@ -110,7 +93,8 @@ def test_a_folder_for_the_report_is_refused_before_minutes_of_checks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", "--json", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"overlap-train doctor: error: --json {tmp_path} is a folder; name a file in it\n"
+    said = f"--json {tmp_path} cannot be written: Is a directory; name another file"
+    assert capsys.readouterr().err == f"overlap-train doctor: error: {said}\n"
 
 
 def test_a_job_without_its_store_says_where_it_looked(

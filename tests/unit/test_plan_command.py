@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -24,26 +23,22 @@ def rows_of(lines: list[str]) -> dict[tuple[str, str], list[str]]:
     return {(c[0], c[1]): c for c in cells if len(c) > 4 and c[1] in ("forward", "backward", "both")}
 
 
-def test_a_plan_by_tensor_parallelism(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    lines = planned(capsys, "--tp", "4", "--json", str(file))
+def test_a_plan_by_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, "--tp", "4")
     rows = rows_of(lines)
     assert {linear for linear, _ in rows} == {"qkv", "proj", "fc1", "fc2", "output", "layer", "model"}
     assert all(1.0 < float(row[-1]) < 2.0 for row in rows.values()), "gains"
     assert rows["fc1", "forward"][-2] == "fused" and max(map(len, lines)) <= 130
-    document = json.loads(file.read_text())
-    assert document["system"]["name"] == "h200" and len(document["passes"]) == 10
-    layer, passes = document["layer"], document["passes"][:8]
-    assert layer["gemm_us"] == pytest.approx(sum(one["gemm_us"] for one in passes))
-    ours = sum(one["by_method"][one["chosen"]]["device_us"] for one in passes)
-    assert layer["ours_us"] == pytest.approx(ours) and layer["ours_us"] > layer["gemm_us"]
+    # after the columns of sizes: GEMM, ..., auto, exposed, auto takes, gain
+    passes = [row for (linear, _), row in rows.items() if linear in ("qkv", "proj", "fc1", "fc2")]
+    gemm, ours = (sum(float(row[place]) for row in passes) for place in (5, -4))
+    layer = rows["layer", "both"]
+    assert float(layer[2]) == pytest.approx(gemm, abs=0.01) and float(layer[-4]) == pytest.approx(ours, abs=0.01)
 
 
-def test_the_same_by_ulysses_by_both_and_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_by_ulysses_and_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     ulysses = rows_of(planned(capsys, "--cp", "4", "--seq", "32768"))
     assert ulysses["qkv", "forward"][-2] in ("fused", "direct") and ulysses["fc1", "forward"][-2] == "-"
-    both = rows_of(planned(capsys, "--tp", "4", "--cp", "2", "--seq", "32768"))
-    assert float(both["qkv", "forward"][-1]) > 1.0
     two = rows_of(planned(capsys, "--tp", "16", "--nodes", "2", "--model", "llama3-70b", "--seq", "131072"))
     assert two["fc1", "forward"][-2] in ("fused", "chunked"), "long blocks"
     short = rows_of(planned(capsys, "--tp", "16", "--nodes", "2", "--seq", "2048"))
@@ -55,22 +50,13 @@ def test_a_slower_gpu_has_less_to_gain(capsys: pytest.CaptureFixture[str]) -> No
     assert 1.0 < gains["h20"] < gains["h200"]
 
 
-def test_a_model_may_be_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = tmp_path / "mine.json"
-    model.write_text(json.dumps({"based_on": "llama3-8b", "num_layers": 2, "vocab_size": 0}))
-    lines = planned(capsys, "--model", str(model), "--tp", "2", "--seq", "4096")
-    assert lines[0].startswith("mine on 2 x h200") and "4096 tokens" in lines[0]
-    assert not any(linear == "output" for linear, _ in rows_of(lines))
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--json", "."), "--json . cannot be written"),
         (("--system", "abacus"), "--system abacus: it must be one of h200, "),
-        (("--model", "no.json"), "--model no.json: FileNotFoundError"),
         (("--tp", "3"), "must be divisible by"),
         (("--tp", "16"), "at most 8; set --nodes"),
+        (("--tp", "2", "--cp", "2"), "both at once are not estimated"),
         (("--tp", "6", "--nodes", "4"), "each node must have as many"),
         (("--check", "."), "no row of operators.json or layers.json"),
     ],

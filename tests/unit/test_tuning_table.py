@@ -19,7 +19,7 @@ import torch
 
 from overlap_train.schedule.kinds import Kind
 from overlap_train.select.method import Method, Pass, rounded_up
-from overlap_train.select.table import Key, Table, Winner, key_of, path_of, read, save
+from overlap_train.select.table import Key, Winner, key_of, path_of, read, save
 
 KEY = Key("NVIDIA H200", "2.11.0", "3.6.0", "570.86.15", "0.1.0", 4)
 FC1 = Pass(Kind.AG_GEMM, 8192, 7168, 4096, torch.bfloat16, 4)
@@ -32,10 +32,10 @@ def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = save(str(tmp_path), KEY, [WON])
     other = Winner(FC2, Method("chunked", chunks=4), {Method("chunked", chunks=4): 0.5})
     assert save(str(tmp_path), KEY, [other]) == path, "added to what is there"
-    assert read(str(tmp_path), KEY) == Table({FC1.bucket: WON, FC2.bucket: other})
+    assert read(str(tmp_path), KEY) == {FC1.bucket: WON, FC2.bucket: other}
     again = Winner(replace(FC1, m=7000), Method("chunked"), {Method("chunked"): 0.9})
     save(str(tmp_path), KEY, [again])
-    assert read(str(tmp_path), KEY).winners == {FC1.bucket: again, FC2.bucket: other}, "the bucket's newest"
+    assert read(str(tmp_path), KEY) == {FC1.bucket: again, FC2.bucket: other}, "the bucket's newest"
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "no scratch file stays"
     assert path.stat().st_mode & 0o044 == 0o044, "others may read it"
     found = read(str(tmp_path), KEY)
@@ -46,7 +46,7 @@ def test_the_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     save("~/a/b", KEY, [WON])
     assert path_of("~/a/b", KEY).parent == tmp_path / "a" / "b"
-    assert read("~/a/b", KEY).find(FC1) == WON
+    assert read("~/a/b", KEY).get(FC1.bucket) == WON
 
 
 def test_without_a_home_folder_nothing_is_written_below_the_working_one(
@@ -55,7 +55,7 @@ def test_without_a_home_folder_nothing_is_written_below_the_working_one(
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(pwd, "getpwuid", mock.Mock(side_effect=KeyError))
     monkeypatch.chdir(tmp_path)
-    assert read("~/a", KEY) == Table({})
+    assert read("~/a", KEY) == {}
     with pytest.raises(OSError, match="this user has no home folder: '~/a'"):
         save("~/a", KEY, [WON])
     assert not list(tmp_path.iterdir())
@@ -74,10 +74,10 @@ def test_another_key_is_never_used(other: dict[str, Any], tmp_path: Path) -> Non
     theirs = replace(KEY, **other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not read(str(tmp_path), theirs).winners, "that is no mistake: nothing to warn about"
+        assert not read(str(tmp_path), theirs), "that is no mistake: nothing to warn about"
     shutil.copy(path_of(str(tmp_path), KEY), path_of(str(tmp_path), theirs))
     with pytest.warns(UserWarning, match="it was measured with"):
-        assert not read(str(tmp_path), theirs).winners
+        assert not read(str(tmp_path), theirs)
 
 
 def entry(**change: Any) -> str:
@@ -104,18 +104,18 @@ def test_a_file_that_cannot_be_used_is_one_warning_with_its_name_and_the_fix(fau
     path, content = path_of(str(tmp_path), KEY), BROKEN[fault]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.warns(UserWarning, match="cannot be used") as caught:
-        assert read(str(tmp_path), KEY) == Table({})
+        assert read(str(tmp_path), KEY) == {}
     (warning,) = caught
     text = str(warning.message)
     assert str(path) in text and "overlap-train tune" in text and "--overlap-train-tuning-dir" in text
     with pytest.warns(UserWarning, match="cannot be used"):
         save(str(tmp_path), KEY, [WON])
-    assert read(str(tmp_path), KEY).find(FC1) == WON, "tuning again repairs it"
+    assert read(str(tmp_path), KEY).get(FC1.bucket) == WON, "tuning again repairs it"
 
 
 def test_the_entry_of_these_cases_is_a_good_one(tmp_path: Path) -> None:
     path_of(str(tmp_path), KEY).write_text(entry())
-    assert read(str(tmp_path), KEY).find(FC1) == Winner(FC1, FUSED, {FUSED: 1.0})
+    assert read(str(tmp_path), KEY).get(FC1.bucket) == Winner(FC1, FUSED, {FUSED: 1.0})
 
 
 def test_what_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,19 +124,19 @@ def test_what_cannot_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
         with pytest.warns(UserWarning, match="cannot be used .*Stale"):
-            assert read(str(tmp_path), KEY) == Table({})
+            assert read(str(tmp_path), KEY) == {}
         with pytest.raises(OSError, match="Stale"):
             save(str(tmp_path), KEY, [Winner(FC2, FUSED, {})])
-    assert read(str(tmp_path), KEY).find(FC1) == WON
+    assert read(str(tmp_path), KEY).get(FC1.bucket) == WON
 
 
 def test_sizes_of_a_bucket_are_within_a_factor_of_one_and_a_half(tmp_path: Path) -> None:
     edges = [(1, 1), (3, 3), (5, 6), (7, 8), (9, 12), (6144, 6144), (6145, 8192), (8192, 8192)]
     assert [rounded_up(size) for size, _ in edges] == [edge for _, edge in edges]
     for name in ("m", "n", "k"):
-        table = Table({(at := replace(FC1, **{name: 8192})).bucket: Winner(at, FUSED, {})})
-        assert table.find(replace(FC1, **{name: 6145})) is not None
-        assert table.find(replace(FC1, **{name: 6144})) is table.find(replace(FC1, **{name: 8193})) is None
+        table = {(at := replace(FC1, **{name: 8192})).bucket: Winner(at, FUSED, {})}
+        assert table.get(replace(FC1, **{name: 6145}).bucket) is not None
+        assert table.get(replace(FC1, **{name: 6144}).bucket) is table.get(replace(FC1, **{name: 8193}).bucket) is None
 
 
 def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_reader_never_sees_a_part_of_a_file(tmp_path: Path) -> None:
     writer.start()
     try:
         for turn in range(20_000):
-            winners = read(folder, KEY).winners
+            winners = read(folder, KEY)
             assert winners, "half a file would be a table without any"
             seen |= {winner.how.name for bucket, winner in winners.items() if bucket != FC1.bucket}
             if turn >= 300 and len(seen) == 2:

@@ -6,23 +6,31 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ... import OverlapConfig, shutdown
-from ...flags import NETWORKS, PROVIDERS, Parser, add_options, from_args, option, positive_float, positive_int_or_0
+from ...flags import (
+    NETWORKS,
+    PROVIDERS,
+    Parser,
+    add_options,
+    from_args,
+    is_rank_0,
+    option,
+    positive_float,
+    positive_int_or_0,
+)
 from ...symmetric.nvshmem import finalize
 from ..measure import world
 from ..measure.results import write_json
 from ..measure.world import World, first_line, join, pretend_nodes
 from . import machine, ranks
-from .job import CALL_S, Job, Work, open_job
-from .report import FAIL, OK, WARN, Finding, lines_of, verdict
+from .job import CALL_S, FAIL, OK, WARN, Finding, Job, Work, open_job, verdict
 
 _LATE = "run again; if it repeats, py-spy dump the named ranks and file an issue with this report"
 _DRIVER = "the driver does not answer: nvidia-smi on this host, dmesg for Xid errors"
@@ -51,20 +59,23 @@ class Doctor:
 
 
 def main(arguments: list[str]) -> int:
-    """Examine and report. Exit status: 0; 1 if any line says FAIL; else 2 if --json cannot be written.
+    """Examine and report. Exit status: 0, or 1 if any line says FAIL.
 
     If a check hangs, this ends the process with status 1 and does not return: a thread that waits for a dead peer cannot be
     joined.
 
     Raises:
-        ValueError: wrong arguments.
+        ValueError: wrong arguments, or --json cannot be written.
     """
     what = "Checks installation and GPUs; under torchrun also what is between the ranks:"
     top = Parser("overlap-train doctor", description=f"{what}\n\n    {world.START} doctor")
     add_options(top, Doctor)
-    asked, variables = from_args(Doctor(), top.parse_args(arguments)), dict(os.environ)
-    if asked.json and Path(asked.json).is_dir():
-        raise ValueError(f"--json {asked.json} is a folder; name a file in it")
+    asked = from_args(Doctor(), top.parse_args(arguments))
+    if asked.json and is_rank_0():
+        try:
+            Path(asked.json).open("a").close()  # before minutes of checks
+        except OSError as error:
+            raise ValueError(f"--json {asked.json} cannot be written: {error.strerror}; name another file") from error
     os.environ.update(machine.WITHOUT_MULTICAST)  # before CUDA, NCCL or NVSHMEM start
     if asked.node_ranks:
         pretend_nodes(asked.node_ranks)
@@ -75,47 +86,49 @@ def main(arguments: list[str]) -> int:
         fix = f"{address} must be reachable from this host: name resolution, firewall, launcher"
         print(f"FAIL  store: {first_line(error)} (host {socket.gethostname()})\n        fix: {fix}", flush=True)
         return 1
-    if check_machine(job, asked, variables):
+    if check_machine(job, asked.limit):
         check_together(job, asked)
         job.run("leave", _leave, asked.limit, _LATE)
-    worst, is_written = verdict(job.findings), True
     if job.speaks:
         print("overlap-train doctor", *lines_of(job.findings, job.size), sep="\n", flush=True)
-        is_written = not asked.json or _is_written(asked.json, job)
+        if asked.json:
+            summary = {"verdict": verdict(job.findings), "hosts": job.hosts}
+            write_json(Path(asked.json), [asdict(finding) for finding in job.findings], summary)
     job.leave()
-    status = 1 if worst == FAIL else 0 if is_written else 2
+    status = int(verdict(job.findings) == FAIL)
     if job.broken:
         sys.stdout.flush()
         os._exit(status)
     return status
 
 
-def _is_written(file: str, job: Job) -> bool:
-    """Write the report; a line says if it could not be."""
-    try:
-        summary = {"verdict": verdict(job.findings), "hosts": job.hosts}
-        write_json(Path(file), [asdict(finding) for finding in job.findings], summary)
-    except OSError as error:
-        problem = f"--json {file} cannot be written: {error.strerror or error}; name another file"
-        print(f"overlap-train doctor: error: {problem}", file=sys.stderr, flush=True)
-        return False
-    return True
+def lines_of(findings: Sequence[Finding], size: int) -> Iterator[str]:
+    """What is printed. Ranks that say the same share a line. size: ranks of the job."""
+    together: dict[tuple[str, ...], list[Finding]] = {}
+    for f in findings:
+        together.setdefault((f.status, f.name, f.measured, f.expected, f.fix), []).append(f)
+    for (status, name, measured, expected, fix), same in together.items():
+        ranks = ", ".join(f"{f.rank} on {f.host}" for f in same if f.rank is not None)
+        where = "" if size == 1 or not ranks else ", all ranks" if len(same) == size else f", rank {ranks}"
+        yield f"{status:<4}  {name}{where}: {measured}" + f" [{expected}]" * bool(expected)
+        if fix:
+            yield f"        fix: {fix}"
+    counts = [f"{n} {status}" for status in (FAIL, WARN, OK) if (n := sum(key[0] == status for key in together))]
+    yield f"doctor: {verdict(findings)} ({', '.join(counts)})"
 
 
-def check_machine(job: Job, asked: Doctor, variables: Mapping[str, str]) -> bool:
-    """What ranks find each by itself; whether they can then join. variables: the environment before the doctor changed it."""
-    on_gpu, limit = torch.cuda.is_available(), asked.limit
+def check_machine(job: Job, limit_s: float) -> bool:
+    """What ranks find each by itself; whether they can then join."""
+    on_gpu = torch.cuda.is_available()
     kind = "GPU ranks" if on_gpu else "CPU ranks: gloo and shared memory"
     # The first check tells which ranks exist, and on which hosts.
-    same = job.run("start", lambda: [Finding(OK, "device", kind)], limit, _DRIVER)
-    same += job.run("versions", lambda: machine.check_versions(on_gpu), limit, _LATE)
+    same = job.run("start", lambda: [Finding(OK, "device", kind)], limit_s, _DRIVER)
+    same += job.run("versions", lambda: machine.check_versions(on_gpu), limit_s, _LATE)
     job.findings += machine.disagreements(same)
-    job.run("environment", lambda: machine.check_environment(on_gpu, variables), limit, _LATE)
-    local, alone = int(variables.get("LOCAL_RANK", "0")), "RANK" not in variables
-    used = torch.cuda.device_count() if alone else int(variables.get("LOCAL_WORLD_SIZE", "1024"))
-    job.run("gpu", lambda: machine.check_gpu(local, used), limit, _DRIVER)
+    used = int(os.environ.get("LOCAL_WORLD_SIZE", "1024"))
+    job.run("gpu", lambda: machine.check_gpu(int(os.environ.get("LOCAL_RANK", "0")), used), limit_s, _DRIVER)
     failed = {finding.name for finding in job.findings if finding.status == FAIL}
-    if {"device: ranks differ", "gpu visible"} & failed and not job.broken:
+    if {"device: ranks differ", "gpu visible"} & failed:
         job.skip("how ranks join, symmetric memory, links, operators")
         return False
     return not job.broken
@@ -123,54 +136,51 @@ def check_machine(job: Job, asked: Doctor, variables: Mapping[str, str]) -> bool
 
 def check_together(job: Job, asked: Doctor) -> None:
     """What ranks do together: those of a node, then all."""
-    on_gpu, call_s, worlds = torch.cuda.is_available(), asked.limit + CALL_S, list[World]()
-
-    def check(name: str, work: Work, fix: str = _LATE, limit_s: float = asked.limit) -> str:
-        return verdict(job.run(name, work, limit_s, fix))
+    on_gpu, limit, worlds = torch.cuda.is_available(), asked.limit, list[World]()
 
     def join_ranks() -> list[Finding]:
         joined, hosts = join(may_be_alone=True), tuple(job.hosts)
         worlds[:] = joined.node(hosts), replace(joined, hosts=hosts)
         dist.barrier()
-        return [Finding(OK, "join", f"{joined.size} rank{'s' * (joined.size > 1)} by {dist.get_backend()}")]
+        found = [Finding(OK, "join", f"{joined.size} rank{'s' * (joined.size > 1)} by {dist.get_backend()}")]
+        return [*found, Finding(WARN, "node", *ranks.ALONE)] if on_gpu and worlds[0].size == 1 else found
 
     def in_node(work: Callable[..., list[Finding]], *given: object) -> Work:
-        return lambda: [] if is_alone else work(here, *given)
+        return lambda: [] if on_gpu and worlds[0].size == 1 else work(worlds[0], *given)
 
-    if check("join", join_ranks, _JOIN) == FAIL:
-        return None if job.broken else job.skip("symmetric memory, links, operators")
-    here, everyone = worlds
-    is_alone = on_gpu and here.size == 1
-    fix = f"torchrun --standalone --nproc-per-node {max(2, torch.cuda.device_count())} -m overlap_train doctor"
-    one = Finding(WARN, "node", "one rank: memory, links and operators are not checked", "a rank for each GPU", fix)
-    check("node", lambda: [one] if is_alone else [])
+    if verdict(job.run("join", join_ranks, limit, _JOIN)) == FAIL:
+        return job.skip("symmetric memory, links, operators")
     providers = [asked.provider] if asked.provider != "auto" else ["torch", "nvshmem"] if on_gpu else ["host"]
     heaps = [
-        check(f"heap {name}", in_node(ranks.check_memory, name, call_s), ranks.MEMORY_FIXES[name]) for name in providers
+        verdict(
+            job.run(f"heap {name}", in_node(ranks.check_memory, name, limit + CALL_S), limit, ranks.MEMORY_FIXES[name])
+        )
+        for name in providers
     ]
     if set(heaps) == {FAIL}:
-        return None if job.broken else job.skip("operators")
+        return job.skip("operators")
     seconds = asked.seconds or (30.0 if on_gpu else 3.0)
-    limit_s = 2 * asked.limit + seconds  # kernels are compiled there
-    config = OverlapConfig(provider=asked.provider, timeout_s=asked.limit / 2)
-    right = in_node(ranks.check_operators, "operator", ranks.methods_of(here), config, seconds)
-    check("operators", right, limit_s=limit_s)
+    longest = 2 * limit + seconds  # kernels are compiled there
+    config = OverlapConfig(provider=asked.provider, timeout_s=limit / 2)
+    job.run("operators", in_node(ranks.check_operators, "operator", config, seconds), longest, _LATE)
     hosts = Counter(job.hosts)
+
+    def over_nodes() -> list[Finding]:
+        _free()  # NVSHMEM has one world, which until now was of other ranks
+        between = replace(config, method="chunked", network=asked.network, node_ranks=asked.node_ranks)
+        return ranks.check_operators(worlds[1], "network", between, seconds)
+
     if asked.node_ranks or len(set(hosts.values())) == 1 < len(hosts):
-        check("before the network", _free)  # NVSHMEM has one world, which until now was of other ranks
-        between = replace(config, network=asked.network, node_ranks=asked.node_ranks)
-        work = partial(ranks.check_operators, everyone, "network", ["chunked"], between, seconds)
-        check("network", work, limit_s=limit_s)
+        job.run("network", over_nodes, longest, _LATE)
     elif len(hosts) > 1:
         job.skip("operators between nodes: hosts have unequal numbers of ranks")
     return None
 
 
-def _free() -> list[Finding]:
+def _free() -> None:
     """Free symmetric memory."""
     shutdown()
     finalize()  # memory checks open NVSHMEM without a domain
-    return []
 
 
 def _leave() -> list[Finding]:

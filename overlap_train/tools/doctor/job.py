@@ -6,32 +6,53 @@ store, which needs no peer: ranks post their findings there, and go on when all 
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from ..measure.world import first_line
-from .report import FAIL, WARN, Finding
 
-_LAUNCHER = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# The store is asked less often after two seconds: each question takes time from what is measured.
-_TURN_S, _SLOW_TURN_S = 0.02, 0.2
+OK, WARN, FAIL = "OK", "WARN", "FAIL"
+_TURN_S = 0.05
 _GRACE_S = 5.0  # what ranks get after another one has raised, and for a roll call
 # Beyond the limit: a call that nothing can interrupt ends its process (symmetric/bounded.py). Before that come the grace, a
 # roll call and the report.
 CALL_S = 30.0
 _LEFT_S = 10.0
-_BACKSTOP_S = 60.0  # beyond the limit: ends a process whose main thread cannot run either
+_DEAD = "the process is dead or stopped: see its own log, then dmesg and nvidia-smi there"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found on one rank.
+
+    status: OK, WARN (it works, but not as it could, or could not be checked) or FAIL (training would fail or be wrong).
+    measured, expected, fix: text with units; the last two may be empty. rank, host: put in by the job.
+    """
+
+    status: str
+    name: str
+    measured: str
+    expected: str = ""
+    fix: str = ""
+    rank: int | None = None
+    host: str = ""
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The worst status; OK where nothing was found."""
+    return max((finding.status for finding in findings), key=(OK, WARN, FAIL).index, default=OK)
+
+
 Work = Callable[[], list[Finding]]
 
 
@@ -54,27 +75,26 @@ class Job:
         """
         if self.broken:
             return []
-        faulthandler.dump_traceback_later(limit_s + _GRACE_S + _BACKSTOP_S, exit=True)
         began = time.monotonic()
         self._worker.submit(self._post_outcome, name, work, fix)
         replies = self._wait(name, limit_s)
         self.hosts = [replies[rank]["host"] if rank in replies else host for rank, host in enumerate(self.hosts)]
         found = [Finding(**finding) for reply in replies.values() for finding in reply["findings"]]
         if len(replies) < self.size:
-            self.broken = True
             ended = "when the job was ended (SIGTERM) after" if self._terminated else "after"
             self._terminated = False
             after = f"{ended} {time.monotonic() - began:.0f} s"
             found += self._blame(Finding(FAIL, name, after, f"an answer within {limit_s:g} s", fix), replies)
-        faulthandler.cancel_dump_traceback_later()
-        self.findings += found
-        if self.broken:
             self.skip(f"whatever follows {name}, which did not end")
+            self.broken = True
+        self.findings += found
         return found
 
     def skip(self, what: str) -> None:
-        """Add a finding: what could not be checked."""
-        self.findings.append(Finding(WARN, "not checked", what, "", "repair what says FAIL first, then run again"))
+        """Add a finding: what could not be checked. Once a check has not ended, that has been said."""
+        if not self.broken:
+            fix = "repair what says FAIL first, then run again"
+            self.findings.append(Finding(WARN, "not checked", what, "", fix))
 
     @property
     def speaks(self) -> bool:
@@ -94,41 +114,36 @@ class Job:
 
     def _post_outcome(self, name: str, work: Work, fix: str) -> None:
         try:
-            findings, raised = work(), False
+            self._post(name, work())
         except BaseException as error:
-            findings, raised = [Finding(FAIL, name, first_line(error), "no error", fix)], True
-        self._post(name, findings, raised)
+            self._post(name, [Finding(FAIL, name, first_line(error), "no error", fix)], raised=True)
 
     def _wait(self, name: str, limit_s: float, ranks: Collection[int] | None = None) -> dict[int, Any]:
         """What was posted when all ranks, or those that are named, had posted; at the latest after `limit_s` seconds, soon after
         one has raised, and at once when the job is ended."""
-        began, needed = time.monotonic(), set(range(self.size) if ranks is None else ranks)
-        deadline, keys = began + limit_s, {rank: f"{name}/{rank}" for rank in range(self.size)}
+        deadline, needed = time.monotonic() + limit_s, set(range(self.size) if ranks is None else ranks)
         while True:
-            there = [rank for rank, key in keys.items() if self._store.check([key])]
-            replies, now = {rank: json.loads(self._store.get(keys[rank])) for rank in there}, time.monotonic()
+            there = [rank for rank in range(self.size) if self._store.check([f"{name}/{rank}"])]
+            replies, now = {rank: json.loads(self._store.get(f"{name}/{rank}")) for rank in there}, time.monotonic()
             if any(reply["raised"] for reply in replies.values()):
                 deadline = min(deadline, now + _GRACE_S)
             if needed <= replies.keys() or now > deadline or self._terminated:
                 return replies
-            time.sleep(_TURN_S if now < began + 2 else _SLOW_TURN_S)
+            time.sleep(_TURN_S)
 
     def _blame(self, culprit: Finding, replies: dict[int, Any]) -> list[Finding]:
         """Who is silent in a roll call; else who raised, which has said so itself; else who has not ended the check."""
         self._post(f"{culprit.name}/roll call")
         self._answering = self._wait(f"{culprit.name}/roll call", _GRACE_S).keys()
         silent = [rank for rank in range(self.size) if rank not in self._answering]
-        if not silent and any(reply["raised"] for reply in replies.values()):
-            return []
-        text, fix = "alive, but still in this check", culprit.fix
         if silent:
-            text, fix = (
-                "does not answer",
-                "the process is dead or stopped: see its own log, then dmesg and nvidia-smi there",
-            )
-        blamed = silent or [rank for rank in range(self.size) if rank not in replies]
-        said = replace(culprit, measured=f"{text} {culprit.measured}", fix=fix)
-        return [replace(said, rank=rank, host=self.hosts[rank]) for rank in blamed]
+            said = replace(culprit, measured=f"does not answer {culprit.measured}", fix=_DEAD)
+        elif any(reply["raised"] for reply in replies.values()):
+            return []
+        else:
+            said = replace(culprit, measured=f"alive, but still in this check {culprit.measured}")
+            silent = [rank for rank in range(self.size) if rank not in replies]
+        return [replace(said, rank=rank, host=self.hosts[rank]) for rank in silent]
 
     def _terminate(self, number: int, frame: object) -> None:
         """torchrun ends the other ranks when one has died; the report still comes."""
@@ -143,13 +158,10 @@ def open_job(limit_s: float) -> Job:
 
     Raises:
         RuntimeError: the store did not answer within `limit_s` seconds.
-        ValueError: the launcher's environment is incomplete.
+        KeyError: a variable of the launcher is missing.
     """
     if "RANK" not in os.environ:
         return Job(dist.HashStore(), 0, 1)
-    missing = [name for name in _LAUNCHER if name not in os.environ]
-    if missing:
-        raise ValueError(f"RANK is set, but {', '.join(missing)} not: start the ranks with torchrun")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(

@@ -7,7 +7,6 @@ by the other ranks'; those of CPUs are only told.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,33 +19,31 @@ import torch.distributed as dist
 from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...group.signals import poll
-from ...select.system import System, system_of
-from ...select.tiles import tma_reads
+from ...select.system import System
 from ...symmetric import open_heap
 from ...symmetric.agreement import Agreement
-from ..measure.timing import Call, Pace, measure
+from ..measure.timing import Pace, measure
 from ..measure.world import World
-from .report import FAIL, OK, WARN, Finding
+from .job import FAIL, OK, WARN, Finding
 
 _ELSEWHERE = "failed on another rank"  # see World.attempt
 _AGREE_S = 30.0  # for all ranks to come
 _SIGNAL_S = 5.0
 _LOW = 0.8  # of what the card reaches, or of the median: clocks move figures by 10 %
-_BROKEN = 0.6
 _PACE = Pace(3, 5)
 _TURNS, _BLOCK = 20, 1 << 20  # of so many bytes
 _LIBRARIES = {"torch": "torch.distributed._symmetric_memory", "nvshmem": "nvshmem.core"}
+ALONE = "one rank: memory, links and operators are not checked", "", "start a rank for each GPU, by torchrun"
 MEMORY_FIXES = {
     "host": "the ranks must run as one user in one PID namespace: each maps the others' memory through /proc/<pid>/fd",
     "torch": "peer access (nvidia-smi topo -p2p r), a container with --ipc=host; else --overlap-train-provider nvshmem",
     "nvshmem": "pip install nvshmem4py-cu13 cuda-core on every host, NVSHMEM_DEBUG=INFO for its reason; else "
     "--overlap-train-provider torch",
 }
-_WRONG_FIX = (
-    "do not train here with overlap: --overlap-train-method collective; see this rank's other lines, and file an issue "
-    "with this report"
+_FIX = (
+    "see docs/troubleshooting.md for the message; a named rank's own lines and log come first. If a result is wrong, do not "
+    "train here with overlap (--overlap-train-method collective), and file an issue with this report"
 )
-_ERROR_FIX = "see docs/troubleshooting.md for the message; a named rank's own lines and log come first"
 
 
 def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
@@ -66,8 +63,7 @@ def check_memory(here: World, provider: str, call_s: float) -> list[Finding]:
     views = [heap.view(rank) for rank in range(here.size)]
     opened = Finding(OK, name, f"{here.size} rank{'s' * (here.size > 1)} in {time.monotonic() - began:.1f} s")
     signals = _check_signals(here, views, f"signal {provider}")
-    card = system_of(torch.cuda.get_device_name(here.device)) if on_gpu else None
-    links = judge_links(here, f"link {provider}", _speeds(here, views), card)
+    links = judge_links(here, f"link {provider}", _speeds(here, views), System.of(here.device))
     heap.close()
     return [opened, signals, *links]
 
@@ -77,30 +73,27 @@ def _check_signals(here: World, views: Sequence[torch.Tensor], name: str) -> Fin
 
     A view begins with W blocks of data and W words: block s and word s of every rank are written by rank s alone.
     """
-    size, me, early = here.size, here.rank, set[int]()
+    size, me = here.size, here.rank
     blocks = [view[: size * _BLOCK].view(size, _BLOCK) for view in views]
-    words = [view[size * _BLOCK :][: 8 * size].view(torch.int64).split(1) for view in views]
+    words = [view[size * _BLOCK :][: 8 * size].view(torch.int64) for view in views]
     peers = [(me + step) % size for step in range(1, size)]
     for turn in range(1, _TURNS + 1):
         for peer in peers:
-            for there in (blocks[peer][me], words[peer][me]):
+            for there in (blocks[peer][me], words[peer][me : me + 1]):
                 there.copy_(torch.full_like(there, turn))
         for peer in peers:
-            if not poll(partial(_has_come, words[me][peer], turn), _SIGNAL_S):
+            if not poll(partial(_has_come, words[me], peer, turn), _SIGNAL_S):
                 raise TimeoutError(
                     f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
                 )
             if not bool((blocks[me][peer] == turn).all()):
-                early.add(peer)
+                raise RuntimeError(f"a signal of {here.who(peer)} came before its data; do not train here with overlap")
         dist.barrier(here.group)  # all have read
-    if early:
-        writers = ", ".join(here.who(peer) for peer in sorted(early))
-        return Finding(FAIL, name, f"a signal of {writers} came before its data", "data first", _WRONG_FIX)
     return Finding(OK, name, f"{_TURNS} times 1 MiB to and from {size - 1} peers, each before its signal")
 
 
-def _has_come(word: torch.Tensor, turn: int) -> bool:
-    return int(word.item()) >= turn
+def _has_come(words: torch.Tensor, peer: int, turn: int) -> bool:
+    return int(words[peer].item()) >= turn
 
 
 def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int], float]:
@@ -116,7 +109,7 @@ def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int],
     return speeds
 
 
-def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], card: System | None) -> list[Finding]:
+def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], card: System) -> list[Finding]:
     """One finding for each link out of this rank that is slow, else one for all of them. speeds: GB/s by (source, target)."""
     mine = {target: speed for (source, target), speed in speeds.items() if source == here.rank}
     if not mine:
@@ -124,97 +117,65 @@ def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], ca
     told = f"{min(mine.values()):.3g} to {max(mine.values()):.3g} GB/s to {len(mine)} peers"
     if here.device.type != "cuda":
         return [Finding(OK, name, f"{told} through shared memory", "not judged: CPU")]
-    if card is not None and card.is_measured:
-        usual, broken, known = card.copy_gbs, _BROKEN * card.copy_gbs, ""
-    else:
-        usual, broken, known = statistics.median(speeds.values()), 0.0, ", as the median link: this card is not known"
-    expected = f"at least {_LOW * usual:.0f} GB/s{known}"
+    least = _LOW * (card.copy_gbs if card.is_measured else statistics.median(speeds.values()))
+    expected = f"at least {least:.0f} GB/s" + ", as the median link: this card was not measured" * (
+        not card.is_measured
+    )
     fix = "nvidia-smi nvlink -s and -e on the host, nvidia-smi topo -m; other jobs on these GPUs; then have the host drained"
-    found = []
-    for target, speed in mine.items():
-        if speed < _LOW * usual:
-            measured = f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}"
-            found.append(Finding(FAIL if speed < broken else WARN, name, measured, expected, fix))
+    found = [
+        Finding(WARN, name, f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}", expected, fix)
+        for target, speed in mine.items()
+        if speed < least
+    ]
     return found or [Finding(OK, name, told, expected)]
 
 
 @torch.no_grad()
-def check_operators(
-    here: World, name: str, methods: Sequence[str], config: OverlapConfig, seconds: float
-) -> list[Finding]:
-    """AG + GEMM and GEMM + RS by each method, again and again until the seconds are up: bitwise equal to torch. Then their time
-    beside the collective and the GEMM in sequence.
+def check_operators(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
+    """AG + GEMM and GEMM + RS, again and again until the seconds are up: bitwise equal to torch. Then the time of AG + GEMM
+    beside the collective and the GEMM in sequence, told by one rank.
 
     The fc1 of Llama-3-8B at 8192 tokens on GPUs, a small linear on CPUs.
     """
-    found = list[Finding]()
-    for method in methods:
-        some = _verify(here, f"{name} {method}", config.by(method), seconds / len(methods))
-        found += some
-        if here.any(not some or bool(some[0].fix)):
-            return found  # after a time-out every later call raises
-    return found if here.size == 1 else found + _time(here, f"{name} time", config, methods)
-
-
-def methods_of(here: World) -> tuple[str, ...]:
-    """Those that untuned `auto` takes for many rows."""
-    if here.device.type != "cuda" or not importlib.util.find_spec("triton"):
-        return ("chunked",)
-    reads = tma_reads(here.device, torch.bfloat16, 4096, 14336 // here.size)
-    return ("chunked", "fused", "direct") if reads else ("chunked", "fused")
-
-
-def _verify(here: World, name: str, config: OverlapConfig, seconds: float) -> list[Finding]:
     deadline, expected = time.monotonic() + seconds, "bitwise equal to torch"
     for rounds in count(1):
-        problems, error = here.result_of(partial(_differences, here, config, rounds))
+        error = here.attempt(partial(_compare, here, config, rounds))
         if error is not None:
-            return [] if error == _ELSEWHERE else [Finding(FAIL, name, error, "all operators end", _ERROR_FIX)]
-        if here.any(bool(problems) or time.monotonic() > deadline):  # one rank's clock or result ends it for all
+            return [] if error == _ELSEWHERE else [Finding(FAIL, name, f"{error}, in round {rounds}", expected, _FIX)]
+        if here.any(time.monotonic() > deadline):  # one rank's clock ends it for all
             break
-    if problems:
-        return [Finding(FAIL, name, f"{'; '.join(problems)}, in round {rounds}", expected, _WRONG_FIX)]
-    return [Finding(OK, name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)]
+    right = Finding(OK, name, f"{rounds} round{'s' * (rounds != 1)} of AG + GEMM and GEMM + RS", expected)
+    x, w, *_ = _inputs(here, 0)
+    calls = {
+        "ours": lambda index: all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm"),
+        "sequence": lambda index: here.gather(x) @ w.t(),
+    }
+    ours, sequence = (took.ms for took in measure(calls, _PACE, here.group, here.device).values())
+    if here.rank != 0 or here.size == 1:
+        return [right]
+    told = f"{ours:.3f} ms; collective then GEMM {sequence:.3f} ms: {sequence / ours:.2f} x"
+    if here.device.type != "cuda" or config.node_ranks:
+        return [right, Finding(OK, f"{name} time", told, "not judged: CPU, or nodes on one machine")]
+    fix = "overlap does not pay here: see the lines on links; other load on the host, a GPU that throttles" * (
+        ours > sequence
+    )
+    return [right, Finding(WARN if fix else OK, f"{name} time", told, "faster than the sequence", fix)]
 
 
-def _differences(here: World, config: OverlapConfig, seed: int) -> list[str]:
+def _compare(here: World, config: OverlapConfig, seed: int) -> None:
+    """Raises RuntimeError for a wrong result."""
     x, w, h, v = _inputs(here, seed)
     y = all_gather_linear(x, w, group=here.group, config=config, name="doctor/ag_gemm")
     z = linear_reduce_scatter(h, v, group=here.group, config=config, name="doctor/gemm_rs")
     here.synchronize()  # a wait on the GPU gives up there; then its output is NaN, but the reason is the time-out
     check_timeouts()
     products, sums = here.gather(x).float() @ w.float().t(), here.scatter(h.float() @ v.float().t())
-    found = []
     for name, result, expected in (("AG + GEMM", y, products), ("GEMM + RS", z, sums)):
         wrong = result != expected.to(result.dtype)
         if bool(wrong.any()):
             told = f"{name}: {int(wrong.sum())} of {result.numel()} elements wrong"
-            sources = wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist()
-            found.append(f"{told}, in rows of {', '.join(map(here.who, sources))}" if result is y else told)
-    return found
-
-
-def _time(here: World, name: str, config: OverlapConfig, methods: Sequence[str]) -> list[Finding]:
-    """The slowest rank's times, told by one rank."""
-    x, w, *_ = _inputs(here, 0)
-
-    def call_of(method: str) -> Call:
-        by = config.by(method)
-        return lambda index: all_gather_linear(x, w, group=here.group, config=by, name="doctor/ag_gemm")
-
-    calls = {method: call_of(method) for method in methods} | {"": lambda index: here.gather(x) @ w.t()}
-    times = {method: took.ms for method, took in measure(calls, _PACE, here.group, here.device).items()}
-    if here.rank != 0:
-        return []
-    sequence, best = times[""], min(methods, key=times.__getitem__)
-    told = ", ".join(f"{method} {times[method]:.3f} ms" for method in methods)
-    measured = f"{told}; collective then GEMM {sequence:.3f} ms: {sequence / times[best]:.2f} x by {best}"
-    if here.device.type != "cuda" or config.node_ranks:
-        return [Finding(OK, name, measured, "not judged: CPU, or nodes on one machine")]
-    if times[best] <= sequence:
-        return [Finding(OK, name, measured, "faster than the sequence")]
-    fix = "overlap does not pay here: see the lines on links and environment; other load on the host, a GPU that throttles"
-    return [Finding(WARN, name, measured, "faster than the sequence", fix)]
+            sources = map(here.who, wrong.view(here.size, -1).any(dim=1).nonzero().flatten().tolist())
+            raise RuntimeError(f"{told}, in rows of {', '.join(sources)}" if result is y else told)
 
 
 def _inputs(here: World, seed: int) -> tuple[torch.Tensor, ...]:

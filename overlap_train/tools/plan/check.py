@@ -17,7 +17,7 @@ from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import LAYERS, PASSES, Case
 from ..measure.results import aligned
-from .prediction import COLLECTIVE, run_us
+from .prediction import COLLECTIVE, in_a_row
 
 Row = dict[str, Any]
 WORST, MEAN = 0.25, 0.12  # what is aimed at: of one figure, in the mean
@@ -41,21 +41,17 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
     """Every row of the folder's operators.json and layers.json. system: None: that of the record.
 
     Raises:
-        ValueError: there is neither, or they cannot be read, or the GPU is not known.
+        ValueError: there is neither, or the GPU is not known.
     """
     found: list[Compared] = []
     for path, of_rows in ((folder / "operators.json", _operators), (folder / "layers.json", _layers)):
         if not path.exists():
             continue
-        try:
-            record = json.loads(path.read_text())
-            rows, device = list(record["rows"]), str(record.get("hardware", {}).get("device"))
-        except (OSError, ValueError, KeyError, TypeError) as failure:
-            raise ValueError(f"{path} is no record ({failure}); name a folder that bench wrote") from failure
-        on = system or system_of(device)
+        record = json.loads(path.read_text())
+        on = system or system_of(record["hardware"]["device"])
         if on is None:
-            raise ValueError(f"--check {folder}: recorded on {device!r}, which is not known; add --system")
-        found += [one._replace(case=f"{folder.name} {one.case}") for one in of_rows(rows, on)]
+            raise ValueError(f"--check {folder}: recorded on a GPU that is not known; add --system")
+        found += [one._replace(case=f"{folder.name} {one.case}") for one in of_rows(record["rows"], on)]
     if not found:
         raise ValueError(
             f"--check {folder}: no row of operators.json or layers.json there can be estimated; name a folder that bench wrote"
@@ -65,20 +61,19 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
 
 def _operators(rows: list[Row], system: System) -> list[Compared]:
     """Rows of `bench operators`, each half of the work once a shape. Emulated networks between nodes are not estimated."""
-    found, seen = [], set()
+    found: dict[tuple[str, str], Compared] = {}
     for row in (row for row in rows if "network_sms" not in row):
         case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"
-        p = Case("", row["op"], row["pass"], row["m"], row["n"], row["k"]).planned(
-            row["world"], getattr(torch, row["dtype"])
-        )
-        us = {row["method"]: (_alone(row["method"], p, system).us, row["ms"])}
-        if case not in seen:
-            seen.add(case)
-            us["gemm"] = library_us(system, p.rows, p.n, p.k), row["gemm_ms"]
-            us["comm"] = reach_of(1).collective_us(p, system), row["comm_ms"]
-            us["sequence"] = _alone(COLLECTIVE, p, system).device_us, row["sequence_ms"]
-        found += [Compared(case, what, planned, 1e3 * ms) for what, (planned, ms) in us.items()]
-    return found
+        measured = Case("", row["op"], row["pass"], row["m"], row["n"], row["k"])
+        p = measured.planned(row["world"], getattr(torch, row["dtype"]))
+        for what, us, ms in (
+            (row["method"], _alone(row["method"], p, system).us, row["ms"]),
+            ("gemm", library_us(system, p.rows, p.n, p.k), row["gemm_ms"]),
+            ("comm", reach_of(1).collective_us(p, system), row["comm_ms"]),
+            ("sequence", _alone(COLLECTIVE, p, system).device_us, row["sequence_ms"]),
+        ):
+            found.setdefault((case, what), Compared(case, what, us, 1e3 * ms))
+    return list(found.values())
 
 
 def _alone(method: str, p: Pass, system: System) -> Estimate:
@@ -88,26 +83,27 @@ def _alone(method: str, p: Pass, system: System) -> Estimate:
 
 def _layers(rows: list[Row], system: System) -> list[Compared]:
     """Forward and backward of two linears. Attention blocks of Ulysses, which have a core attention, are not estimated."""
-    found = {}
+    found: dict[tuple[str, str], Compared] = {}
     for row in (row for row in rows if row["layer"] in LAYERS):
-        case, method = f"{row['layer']} s={row['seq']}", row["method"].removesuffix("_graph")
-        us = _layer_us(row, method, system, is_graph=method != row["method"])
-        found[case, row["method"]] = Compared(case, row["method"], us, 1e3 * row["ms"])
-        if (case, "megatron") not in found:
-            us = _layer_us(row, COLLECTIVE, system, is_graph=True)
-            found[case, "megatron"] = Compared(case, "megatron", us, 1e3 * row["megatron_ms"])
+        case, method = f"{row['layer']} s={row['seq']}", row["method"]
+        for what, us, ms in (
+            (method, _layer(row, method.removesuffix("_graph"), system), row["ms"]),
+            ("megatron", _layer(row, COLLECTIVE, system), row["megatron_ms"]),
+        ):
+            # As a graph the host takes no part, and Megatron-Core's is ahead.
+            taken = us.device_us if what == "megatron" or what.endswith("_graph") else us.us
+            found.setdefault((case, what), Compared(case, what, taken, 1e3 * ms))
     return list(found.values())
 
 
-def _layer_us(row: Row, method: str, system: System, is_graph: bool) -> float:
-    """Microseconds of a layer's forward and backward. is_graph: the host takes no part."""
+def _layer(row: Row, method: str, system: System) -> Estimate:
     (column, scattered), parts = LAYERS[row["layer"]], []
     for op, (n, k) in (("ag_gemm", column), ("gemm_rs", scattered)):
         for pass_ in PASSES:
             p = Case("", op, pass_, row["seq"], n, k).planned(row["world"], torch.bfloat16)
             how = choose(method, p, system, UNTUNED).how
             parts.append(reach_of(1).estimate(p, how, system, backward=pass_ == "dgrad"))
-    return sum(part.device_us for part in parts) if is_graph else run_us(parts)
+    return in_a_row(parts)
 
 
 def report(compared: Sequence[Compared]) -> list[str]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ...flags import option, positive_int, positive_int_or_0
-from ...schedule.kinds import Kind
 from ...select.choose import untuned, with_options
 from ...select.cost import Estimate, library_us, reach_of
-from ...select.method import LOW_LATENCY, NAMES, Pass
+from ...select.method import LOW_LATENCY, NAMES
 from ...select.system import System
-from ...ulysses.parts import parts_that_hide
 from ..measure.cases import Case, cases_of, check_divisible
 from ..measure.models import OPS_OF_LINEARS, Model
 
@@ -42,51 +40,32 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """GPUs of one copy of the model; tensor-parallel ranks follow each other."""
+        """GPUs of one copy of the model."""
         return self.tp * self.cp
-
-    @property
-    def tp_nodes(self) -> int:
-        return max(1, self.tp // (self.ranks // self.nodes))
-
-    @property
-    def cp_nodes(self) -> int:
-        return self.nodes if self.tp_nodes == 1 else self.cp
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One pass of one linear. m, n, k: of one rank's GEMM. gemm_us, nccl_us: each half of the work alone. chosen: what `auto`
-    takes."""
+    """One pass of one linear, or a sum of several. sizes: M, N, K of one rank's GEMM. gemm_us, nccl_us: each half of the work
+    alone. by_method: of those that serve. ours: by what `auto` takes, which is `chosen`."""
 
     linear: str
     direction: str
-    m: int
-    n: int
-    k: int
+    sizes: tuple[int, ...]
     gemm_us: float
     nccl_us: float
     by_method: Mapping[str, Estimate]
+    ours: Estimate
     chosen: str
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Microseconds of several passes. by_method: of those that serve all of them. ours_us: by what `auto` takes."""
-
-    gemm_us: float
-    nccl_us: float
-    by_method: Mapping[str, float]
-    ours_us: float
 
     @property
     def exposed_us(self) -> float:
         """What communication adds to the GEMMs."""
-        return max(0.0, self.ours_us - self.gemm_us)
+        return max(0.0, self.ours.us - self.gemm_us)
 
     @property
     def gain(self) -> float:
-        return self.by_method[COLLECTIVE] / self.ours_us
+        return self.by_method[COLLECTIVE].us / self.ours.us
 
 
 def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
@@ -100,8 +79,8 @@ def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
         raise ValueError(
             f"{asked}: each node must have as many, and at most {system.gpus_per_node}; set --nodes, or --tp and --cp"
         )
-    if local % s.tp and s.tp % local:
-        raise ValueError(f"{asked}: --tp must be a divisor or a multiple of the {local} ranks of a node")
+    if s.tp > 1 and s.cp > 1:
+        raise ValueError(f"--tp {s.tp} with --cp {s.cp}: both at once are not estimated; plan one of them")
     check_divisible("--seq times --micro-batch", s.rows, s.ranks)
     weights = dict(model.linears)
     if model.vocab_size:
@@ -109,23 +88,18 @@ def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
         weights[OUTPUT] = (-(-model.vocab_size // step) * step, model.hidden_size)
     found = []
     for name, weight in weights.items():
-        # Where weights are whole, Ulysses' projections are operators of its group; else all linears have a part of the rows.
-        exchanged = name in _PROJECTIONS and s.cp > 1
-        if exchanged and s.tp == 1:
+        # Under Ulysses weights are whole: its projections are operators of its group, and other linears have a part of the rows.
+        if name in _PROJECTIONS and s.cp > 1:
             cases = cases_of(name, _PROJECTIONS[name], weight, s.rows, s.cp, name)
         else:
             cases = cases_of(name, OPS_OF_LINEARS[name], weight, s.rows // s.cp, s.tp, name)
-        predictions = [_predict(system, s, case) for case in cases]
-        if exchanged and s.tp > 1:
-            features = weight[0] if name == "qkv" else weight[1]
-            predictions = [_beside_ulysses(system, s, features, p) for p in predictions]
-        found += predictions
+        found += [_predict(system, s, case) for case in cases]
     return found
 
 
 def _predict(system: System, s: Strategy, case: Case) -> Prediction:
-    crossed = case.kind.exchanges
-    p, nodes = case.planned(s.cp if crossed else s.tp, torch.bfloat16), s.cp_nodes if crossed else s.tp_nodes
+    p = case.planned(s.cp if case.kind.exchanges else s.tp, torch.bfloat16)
+    nodes = s.nodes if p.world > 1 else 1
     is_backward, reach, chosen = case.pass_ == "dgrad", reach_of(nodes), untuned(p, system, nodes).method
     names = dict.fromkeys([*filter(reach.may_choose, METHODS), chosen])
     by_method = {
@@ -134,40 +108,19 @@ def _predict(system: System, s: Strategy, case: Case) -> Prediction:
     gemm_us = library_us(system, p.rows, p.n, p.k) + (library_us(system, p.k, p.n, p.rows) if is_backward else 0.0)
     nccl_us = reach.collective_us(p, system) * (1 + p.kind.before_wgrad)  # x is sent again
     direction = "backward" if is_backward else "forward"
-    return Prediction(case.model, direction, p.rows, p.n, p.k, gemm_us, nccl_us, by_method, chosen)
+    sizes, ours = (p.rows, p.n, p.k), by_method[chosen]
+    return Prediction(case.model, direction, sizes, gemm_us, nccl_us, by_method, ours, chosen)
 
 
-def _beside_ulysses(system: System, s: Strategy, features: int, over_tp: Prediction) -> Prediction:
-    """A projection under TP x Ulysses: the GEMM of one part hides the exchange of another, of which one part stays. Apart
-    across nodes. features: that are exchanged, of all ranks."""
-    exchange = Pass(Kind.A2A_GEMM, s.rows, 1, features // s.tp, torch.bfloat16, s.cp)
-    nccl_us = reach_of(s.cp_nodes).collective_us(exchange, system)
-    parts = parts_that_hide(over_tp.m, over_tp.n, over_tp.k, system) if reach_of(s.nodes).has_rules else 1
-
-    def both(name: str, one: Estimate) -> Estimate:
-        apart = name == COLLECTIVE or parts == 1
-        us = one.device_us + nccl_us if apart else max(one.device_us, nccl_us) + nccl_us / parts
-        return replace(one, device_us=us)
-
-    by_method = {name: both(name, one) for name, one in over_tp.by_method.items()}
-    return replace(over_tp, nccl_us=over_tp.nccl_us + nccl_us, by_method=by_method)
+def total(linear: str, direction: str, some: Sequence[Prediction]) -> Prediction:
+    """The sum of these passes."""
+    served = [name for name in METHODS if all(name in p.by_method for p in some)]
+    by_method = {name: in_a_row(p.by_method[name] for p in some) for name in served}
+    gemm_us, nccl_us = sum(p.gemm_us for p in some), sum(p.nccl_us for p in some)
+    return Prediction(linear, direction, (), gemm_us, nccl_us, by_method, in_a_row(p.ours for p in some), "-")
 
 
-def total(some: Sequence[Prediction]) -> Sum:
-    """The Sum of these passes."""
-    by_method = {
-        name: run_us(p.by_method[name] for p in some) for name in METHODS if all(name in p.by_method for p in some)
-    }
-    ours = run_us(p.by_method[p.chosen] for p in some)
-    return Sum(sum(p.gemm_us for p in some), sum(p.nccl_us for p in some), by_method, ours)
-
-
-def run_us(estimates: Iterable[Estimate]) -> float:
-    """Microseconds of passes one after the other: the host may be ahead in one and late in another."""
+def in_a_row(estimates: Iterable[Estimate]) -> Estimate:
+    """Of passes one after the other: the host may be ahead in one and late in another."""
     some = list(estimates)
-    return max(sum(e.device_us for e in some), sum(e.host_us for e in some))
-
-
-def in_layer(predictions: Iterable[Prediction]) -> list[Prediction]:
-    """The predictions without those of the output layer, of which a model has one."""
-    return [p for p in predictions if p.linear != OUTPUT]
+    return Estimate(sum(e.device_us for e in some), sum(e.host_us for e in some))

@@ -6,7 +6,7 @@ Every rank has the same figures, those of the slowest, and therefore comes to th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -62,13 +62,6 @@ def one_a_bucket(cases: Iterable[Case], ranks: int) -> list[Case]:
     return list(found.values())
 
 
-def candidates(names: Sequence[str], default: str, pass_: Pass, nodes: int = 1) -> list[str]:
-    """The methods to try: those asked for that serve the pass, the default, and always collective: auto must never be slower than
-    that."""
-    asked = [name for name in serving(names, pass_) if reach_of(nodes).may_choose(name)]
-    return list(dict.fromkeys([*asked, default, "collective"]))
-
-
 def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1) -> list[Method]:
     """The options of a method that are worth a measurement, plain first.
 
@@ -76,19 +69,17 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
     where the method would cut them; a split reduction, in a column linear's backward, whose weight gradient can run in between,
     and where it saves half a wave of tiles or more; a barrier first, where pushes of several ranks may meet on one link.
     """
-    plain, system, exchanges = Method(name), System.of(device), pass_.kind.exchanges
-    on_gpu = system.type == "cuda"
+    plain, system = Method(name), System.of(device)
     if not reach_of(nodes).has_rules:
-        # `chunked` multiplies whole blocks in an all-to-all of CPU processes: more chunks would be messages for nothing.
-        if not plain.pushes or (exchanges and not plain.multiplies and not on_gpu):
+        if not plain.pushes:
             return [plain]
         rows = pass_.m // pass_.world
-        most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if on_gpu else rows
+        most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if system.type == "cuda" else rows
         fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
         return [plain, *(replace(plain, chunks=count) for count in fits)]
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1
     # A column linear's backward starts with a barrier in any case: `backward` below needs one for its slots.
-    is_free = not (exchanges or pass_.kind.before_wgrad)
+    is_free = not (pass_.kind.exchanges or pass_.kind.before_wgrad)
     copies_us = pass_.sent_bytes / (system.copy_gbs * 1e3)
     collides = pass_.world > 2 and plain.pushes and copies_us > _SHORT_COPY_US and is_free
     may_split = plain.cuts and pass_.kind.reduces
@@ -107,7 +98,7 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     domain.span.settled(domain.config)  # the network is measured
     inputs, calls = inputs_of(case, session), dict[Method, Call]()
     run_of = _backward if planned.kind.before_wgrad else overlapped
-    for name in candidates(session.methods, default, planned, nodes):
+    for name in filter(reach_of(nodes).may_choose, serving(session.methods, planned)):
         for how in ways_of(planned, name, domain.device, nodes):
             run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
             problem = problem_of(case.name, run, inputs, world, inputs.check)

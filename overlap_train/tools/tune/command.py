@@ -53,15 +53,8 @@ class Tune:
     ulysses: bool = option(
         False, "measure the QKV and output projections of --model under Ulysses, instead of its linears under TP"
     )
-    tp: int | None = option(
-        None, "tensor-parallel ranks; default all that torchrun starts", parse=positive_int, metavar="N"
-    )
     seq: tuple[int, ...] = option((), "sequence lengths", parse=positive_int, metavar="TOKENS", spaced=True)
     micro_batch: int = option(1, "sequences in one call", parse=positive_int, metavar="N")
-    methods: tuple[str, ...] = option(
-        (), f"candidates (default: {','.join(NAMES)}; on the CPU chunked,collective). The untuned default and collective are "
-        "always among them", choices=NAMES, metavar="METHOD,...",
-    )  # fmt: skip
     node_ranks: int = option(
         0, "ranks per node, where the group spans several; 0: nodes are found", parse=positive_int_or_0, metavar="N"
     )
@@ -69,12 +62,7 @@ class Tune:
     provider: str = option("auto", "what provides symmetric memory", choices=PROVIDERS)
     network: str = option("auto", "what carries data between nodes of GPUs", choices=NETWORKS)
     tuning_dir: str = option(OverlapConfig().tuning_dir, "where winners are kept", metavar="DIR")
-    connections: int = option(
-        1, "CUDA_DEVICE_MAX_CONNECTIONS while measuring, as in training; Megatron-Core trains with 1",
-        parse=positive_int, metavar="N",
-    )  # fmt: skip
     quick: bool = option(False, "fewer and shorter rounds")
-    dry_run: bool = option(False, "only print the shapes; needs no torchrun")
 
 
 def main(arguments: list[str]) -> int:
@@ -87,36 +75,41 @@ def main(arguments: list[str]) -> int:
     top = Parser("overlap-train tune", description=f"{what}\n\n    {world.START} tune --model llama3-8b --seq 8192")
     add_options(top, Tune)
     asked = from_args(Tune(), top.parse_args(arguments))
-    ranks = _ranks_of(asked)
-    cases = _cases_from(asked, ranks)
-    if asked.dry_run:
-        print(*(_shape(case, ranks) for case in cases), sep="\n")
-        return 0
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(asked.connections)  # read when CUDA starts, which is in join
-    here = world.join()
-    if here.device.type == "cpu":
+    cases = _cases_from(asked, int(os.environ.get("WORLD_SIZE", "1")))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # read when CUDA starts; Megatron-Core trains with 1
+    here, began, found = world.join(), time.monotonic(), 0
+    on_gpu = here.device.type == "cuda"
+    if not on_gpu:
         here.say("tune: no GPU here. Winners count for CPU processes only, and large shapes take minutes each")
-    session = _session(asked, here)
-    nodes, results = nodes_of(session, asked.methods), session.results
-    tune(asked.tuning_dir, key_of(here.device, here.size, nodes, asked.network), cases, session)
-    results.share_notes(here.group)
-    for note in results.notes:
+    config = OverlapConfig(
+        symmetric_mib=8192, timeout_s=30.0, main_grad="off", provider=asked.provider, tuning_dir=asked.tuning_dir,
+        node_ranks=asked.node_ranks, network=asked.network,
+    )  # fmt: skip
+    methods, dtype = (
+        NAMES if on_gpu else ("chunked", "collective"),
+        DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")],
+    )
+    session = Session(methods, dtype, asked.quick, config, here, Results())
+    key = key_of(here.device, here.size, nodes_of(session), asked.network)
+    keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
+    domain = session.domain([case.slot_bytes(here.size, dtype) for case in cases])
+    world.heat(here.device)
+    for number, case in enumerate(cases):
+        winner = tune_case(case, domain, session)
+        if winner is not None:
+            found += 1
+            keep(asked.tuning_dir, key, winner, here)
+        told = _told(winner) if winner else "no method works"
+        # M, N, K: of one rank's product, M of all ranks
+        planned = case.planned(here.size, torch.float32)
+        here.say(f"[{number + 1}/{len(cases)}] {case.model} {case.pass_} {planned.kind}, {planned}: {told}")
+    here.say(f"tune: {found} winners in {asked.tuning_dir}/{key.file_name}, {time.monotonic() - began:.0f} s")
+    session.results.share_notes(here.group)
+    for note in session.results.notes:
         here.say(note)
     shutdown()
     dist.destroy_process_group()
-    return 1 if results.failed else 0
-
-
-def _ranks_of(asked: Tune) -> int:
-    """How many ranks share a linear. Raises ValueError where torchrun has started another number."""
-    started = os.environ.get("WORLD_SIZE")
-    if started is None and not (asked.dry_run and asked.tp):
-        command = f"torchrun --standalone --nproc-per-node {asked.tp or 4} -m overlap_train tune ..."
-        raise ValueError(f"how many ranks? start it under torchrun: {command}; --dry-run needs --tp only")
-    ranks = asked.tp or int(started or 0)
-    if started not in (None, str(ranks)) and not asked.dry_run:
-        raise ValueError(f"--tp {ranks}: torchrun has started {started} ranks; start it with --nproc-per-node {ranks}")
-    return ranks
+    return 1 if session.results.failed else 0
 
 
 def _cases_from(asked: Tune, ranks: int) -> list[Case]:
@@ -135,45 +128,12 @@ def _cases_from(asked: Tune, ranks: int) -> list[Case]:
     return one_a_bucket(cases, ranks)
 
 
-def _session(asked: Tune, here: world.World) -> Session:
-    """The Session of the measurements, as the benchmark has it."""
-    on_gpu = here.device.type == "cuda"
-    config = OverlapConfig(
-        symmetric_mib=8192, timeout_s=30.0, main_grad="off", provider=asked.provider, tuning_dir=asked.tuning_dir,
-        node_ranks=asked.node_ranks, network=asked.network,
-    )  # fmt: skip
-    methods = asked.methods or (NAMES if on_gpu else ("chunked", "collective"))
-    return Session(methods, DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")], asked.quick, config, here, Results())
-
-
-def tune(folder: str, key: Key, cases: list[Case], session: Session) -> None:
-    """Find the winner of each case, store it and print it. Collective."""
-    here, began, found = session.world, time.monotonic(), 0
-    keep(folder, key, None, here)  # a folder that cannot be written is said before minutes of measuring
-    domain = session.domain([case.slot_bytes(here.size, session.dtype) for case in cases])
-    world.heat(here.device)
-    for number, case in enumerate(cases):
-        winner = tune_case(case, domain, session)
-        if winner is not None:
-            found += 1
-            keep(folder, key, winner, here)
-        told = _told(winner) if winner else "no method works"
-        here.say(f"[{number + 1}/{len(cases)}] {_shape(case, here.size)}: {told}")
-    here.say(f"tune: {found} winners in {folder}/{key.file_name}, {time.monotonic() - began:.0f} s")
-
-
 def keep(folder: str, key: Key, winner: Winner | None, here: world.World) -> None:
     """Store on rank 0. Raises ValueError on every rank if that fails."""
     work = partial(save, folder, key, [] if winner is None else [winner]) if here.rank == 0 else lambda: None
     problem = here.attempt(work)
     if problem is not None:
         raise ValueError(f"--tuning-dir {folder}: rank 0 cannot write there ({problem}); name another folder")
-
-
-def _shape(case: Case, ranks: int) -> str:
-    """M, N, K: of one rank's product, M of all ranks."""
-    planned = case.planned(ranks, torch.float32)
-    return f"{case.model} {case.pass_} {planned.kind}, {planned}"
 
 
 def _told(winner: Winner) -> str:
