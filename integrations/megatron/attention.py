@@ -3,7 +3,7 @@
     x [s/W, b, h] -> QKV projection and exchange -> q, k, v of all s rows and heads / W, in the order of the sequence
       -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
 
-The exchange's own pass takes norms and rotary positions where it can (norm.py). The core attention has context parallelism 1, all
+The exchange's own pass takes rotary positions where no norm comes before them. The core attention has context parallelism 1, all
 rows, and the heads of one rank. W: context-parallel ranks; with tensor parallelism x is [s / (W tp), b, h] and heads are those of
 one tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
 """
@@ -23,12 +23,12 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from overlap_train import AttentionHeads, Rotary, SequenceLayout
 from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, broken_rule, comm_type
 from overlap_train.integrations.megatron.linears import Model, chunks_of
-from overlap_train.integrations.megatron.norm import norm_within
 from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges
 from overlap_train.integrations.megatron.whole_sequence import (
@@ -231,13 +231,13 @@ class UlyssesSelfAttention(SelfAttention):
         """q, k and v of all rows, normalised and rotated."""
         linear = self.linear_qkv
         if exchanges(linear) and linear.reason(x, exchange) is None:
-            norm, norms_follow = norm_within(self.q_layernorm, self.k_layernorm, linear.weight)
-            rotary = None if norms_follow else self._rotary_within(freqs)
-            q, k, v = linear.to_heads(x, exchange, norm, rotary)
+            norms = (self.q_layernorm, self.k_layernorm)
+            are_normalised = any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
+            rotary = None if are_normalised else self._rotary_within(freqs)
+            q, k, v = linear.to_heads(x, exchange, rotary)
             if rotary is not None:
                 return q, k, v
-            if norms_follow:
-                q, k = (x if norm is None else norm(x) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
+            q, k = (x if norm is None else norm(x) for norm, x in zip(norms, (q, k), strict=True))
         else:
             q, k, v = self.get_query_key_value_tensors(x)
             q, k, v = collective_to_heads(q, k, v, exchange)

@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from overlap_train import (
     AttentionHeads,
-    QkNorm,
     Rotary,
     SequenceLayout,
     SequenceShards,
@@ -134,18 +133,15 @@ class _Exchanging:
         finally:
             self._instead = None
 
-    def to_heads(
-        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
-    ) -> Heads:
-        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated. For a
-        call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks."""
+    def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, rotary: Rotary | None) -> Heads:
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, rotated. For a call of which
+        `reason` is None."""
 
         def product(x: torch.Tensor) -> Heads:
             overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
             q, k, v = qkv_all_to_all(
                 normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
-                qk_norm=None if norm is None else norm(), rotary=rotary,
-                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+                rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
             )  # fmt: skip
             return overlap.watched(q), k, v
 

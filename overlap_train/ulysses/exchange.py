@@ -26,7 +26,7 @@ from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.table import start_a2a_gemm, start_gemm_a2a
 from ..ops.wgrad import WeightGradient
 from ..select.autotune import Autotune, TimedScope
-from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
+from .attention_layout import Heads, Rotary, pack, unpack
 from .parts import Factor, Give, Part, Read, Step, run_steps
 
 _UNTIMED = nullcontext()
@@ -99,18 +99,18 @@ class HeadRows(Rows):
     """q [s, b, query, dim], k and v [s, b, kv, dim], or gradients. rows: as of SequenceRows. bias: added to what is taken."""
 
     def __init__(
-        self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None, norm: HeadNorm | None
+        self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None = None
     ) -> None:
-        self._heads, self._rows, self._rotary, self._bias, self._norm = heads, rows, rotary, bias, norm
+        self._heads, self._rows, self._rotary, self._bias = heads, rows, rotary, bias
         self.bias_gradient: torch.Tensor | None = None  # fp32, the sum of what `give` has returned; None: not asked for
 
     def take(self, part: Part, received: torch.Tensor) -> None:
         rows = rows_of(self._rows, part)
         packed = received.reshape(len(rows), self._heads[0].shape[1], -1)
-        unpack(packed, self._bias, rows, self._heads, self._rotary, self._norm)
+        unpack(packed, self._bias, rows, self._heads, self._rotary)
 
     def give(self, part: Part) -> torch.Tensor:
-        packed = pack(self._heads, rows_of(self._rows, part), self._rotary, self._norm).flatten(0, 1)
+        packed = pack(self._heads, rows_of(self._rows, part), self._rotary).flatten(0, 1)
         if self.bias_gradient is not None:
             self.bias_gradient += packed.sum(0, dtype=torch.float32)
         return packed.view(len(self._rows), -1, packed.shape[-1])

@@ -10,8 +10,7 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attentio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from ..config import OverlapConfig
 from ..linear import applied, as_rows, once_differentiable, run_eagerly
 from ..ops.plan_cache import OnPlan, refuse
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
-from .attention_layout import HeadNorm, QkNorm, Rotary
+from .attention_layout import QkNorm, Rotary, rotated
 from .calls import Terms, heads_linear, like, not_heads, rows_linear
 from .exchange import HeadRows, Linear, Places, RankRows
 from .layout import AttentionHeads, SequenceShards
@@ -121,12 +120,9 @@ def qkv_all_to_all(
         q          [s, b, query/W, dim]
         k, v       [s, b, max(1, kv/W), dim]
 
-    One pass takes what has arrived out of symmetric memory: it adds the bias, puts rows in order, splits q, k and v, normalises
-    and rotates q and k. Backward does the inverse on the way to what is sent. Norm and rotation are computed in fp32, and each is
-    rounded to the dtype of x, as separate passes would.
-
-    For backward, `qk_norm` keeps q and k as they are before the norm: s x b x (query + kv) / W x dim elements, as many as a
-    separate norm.
+    One pass takes what has arrived out of symmetric memory: it adds the bias, puts rows in order, splits q, k and v, and rotates
+    q and k. Backward does the inverse on the way to what is sent. With `qk_norm` norm and rotation are passes of their own. Both
+    are computed in fp32, and each is rounded to the dtype of x.
 
     With a `tp_group` of T ranks weights are divided over it, and x over both groups: x is one of T equal parts of this rank's
     shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. A long sequence passes in
@@ -137,8 +133,8 @@ def qkv_all_to_all(
 
     Args:
         shards: who has which rows; the same as of attention_output_linear.
-        qk_norm: RMSNorm of each head of q and of k. The gradients of its weights are those of this rank's heads, added in fp32
-            and in a fixed order; sum them over the group, as that of the bias.
+        qk_norm: RMSNorm of each head of q and of k. The gradients of its weights are those of this rank's heads; sum them over
+            the group, as that of the bias.
         rotary: cos and sin of the whole sequence, in its order; None: q and k as they are.
         heads, config, name: see linear_all_to_all.
         on_plan: see all_gather_linear. Of a sequence in parts it is told the plan of the first, under TP of its product.
@@ -163,9 +159,13 @@ def qkv_all_to_all(
     else:
         linear, own_bias = sharded_linear(x_shard_m, w, bias, heads, shards, terms)
     rows = shards.rows(s, x_shard_m.device)
-    received = _Received(heads.of_rank(shards.ranks), s, rows, qk_norm, rotary, torch.is_grad_enabled())
-    norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
-    return _apply_qkv(x_shard_m, w, own_bias, *norm_weights, linear, received)
+    received = _Received(heads.of_rank(shards.ranks), s, rows, rotary if qk_norm is None else None)
+    q, k, v = _apply_qkv(x_shard_m, w, own_bias, linear, received)
+    if qk_norm is not None:
+        q, k = qk_norm.of(q, qk_norm.q_weight), qk_norm.of(k, qk_norm.k_weight)
+        if rotary is not None:
+            q, k = (rotated(part, rotary, slice(None)) for part in (q, k))
+    return q, k, v
 
 
 def attention_output_linear(
@@ -259,52 +259,45 @@ class _LinearAllToAll(torch.autograd.Function):
         return *linear.multiplying(w, ctx).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
 
 
-@dataclass(frozen=True)
-class _Received:
+class _Received(NamedTuple):
     """How what a rank receives becomes q, k and v. heads: this rank's. s: rows of the sequence. rows: which of them each rank
-    sends. trains: whether gradients are enabled."""
+    sends."""
 
     heads: AttentionHeads
     s: int
     rows: torch.Tensor
-    norm: QkNorm | None
     rotary: Rotary | None
-    trains: bool
 
 
 class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None, linear: Linear, received: _Received,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        heads, s_b, before, norm = received.heads, (received.s, x_shard_m.shape[1]), None, None
-        q, k, v = (x_shard_m.new_empty(*s_b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
-        if received.norm is not None:
-            if received.trains and any(ctx.needs_input_grad):
-                before = x_shard_m.new_empty(*s_b, heads.kv, heads.per_group + 1, heads.dim)
-            norm = HeadNorm(received.norm, before)
-        saved = linear.to_heads(as_rows(x_shard_m), HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
+        ctx: Any,
+        x_shard_m: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        linear: Linear,
+        received: _Received,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads, s, rows, rotary = received
+        q, k, v = (
+            x_shard_m.new_empty(s, x_shard_m.shape[1], count, heads.dim) for count in (heads.query, heads.kv, heads.kv)
+        )
+        saved = linear.to_heads(as_rows(x_shard_m), HeadRows((q, k, v), rows, rotary, bias))
         ctx.linear, ctx.received = linear, received
-        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
+        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w)
         return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_rows, w, before, *norm_weights = ctx.saved_tensors
-        received, norm, dbias, of_norm = ctx.received, None, None, (None, None)
-        if received.norm is not None:
-            norm = HeadNorm(received.norm.having(*norm_weights), before)
-        dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
+        (x_rows, w), received = ctx.saved_tensors, ctx.received
+        dy = HeadRows((dq, dk, dv), received.rows, received.rotary)
         if ctx.needs_input_grad[2]:
             dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
         dx, dw = ctx.linear.multiplying(w, ctx).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
-        if dy.bias_gradient is not None:
-            dbias = dy.bias_gradient.to(dq.dtype)
-        if norm is not None:
-            of_norm = norm.of_weights()
-        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
+        dbias = None if dy.bias_gradient is None else dy.bias_gradient.to(dq.dtype)
+        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, None, None
 
 
 class _ToRows(torch.autograd.Function):
