@@ -26,15 +26,13 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class OneNode:
     """A group whose ranks map each other's memory.
 
-    staged_blocks: blocks of symmetric memory that a rank holds beside its slots, to send from. network_gbs: GB/s of the network
-    between nodes in each direction; 0: none, or not measured. graphs: whether CUDA graphs may hold its slots.
+    staged_blocks: blocks of symmetric memory that a rank holds beside its slots, to send from. graphs: whether CUDA graphs may
+    hold its slots.
     """
 
     reach = "node"  # of TABLE in ops/table.py
     staged_blocks = 0
-    network_gbs = 0.0
     graphs = True
-    is_connected = True  # nothing has to be
 
     def __init__(self, domain: OverlapDomain) -> None:
         self.domain = domain
@@ -68,7 +66,7 @@ class OneNode:
         return _NOTHING
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with what the connected network was measured to need."""
+        """`config` with the SMs that communication between nodes may hold."""
         return config
 
 

@@ -12,12 +12,13 @@ from ..select.cost import Estimate, Reach, by_nccl_us, host_us, in_parts_us, lib
 from ..select.method import CHUNK_COUNTS, Method, Pass
 from ..select.system import System
 from ..select.tiles import HOPPER_TILE, SHORTEST_COPY, chunk_count, chunks_of
-from .sm_budget import MOST_SMS
 
-# Between nodes of one rank nothing is passed on by copies as long as SHORTEST_COPY, and exchanges in a row cost no more than
-# one: 32 MiB took 13.7 to 14.8 ms in 4, 8, 16 and 32 of them, and 15.1 in one (2 x H200, sockets, 2.5 GB/s). But each keeps the
-# host for 0.2 to 0.4 ms. A network that carries 4 MiB in less than that would wait for the host.
-_SHORTEST_EXCHANGE, _SLOW_GBS = 4 << 20, 10.0
+# The SMs that communication between nodes of GPUs may hold where settings do not say. With 16 of 132 fewer a product takes 14 %
+# longer at most. NCCL sends with half of its own while it receives with the others. Nothing crosses faster than its sum is made,
+# for which seven SMs of an H100 read and write 400 GB/s.
+NETWORK_SMS, REDUCE_SMS, WAIT_SMS = 8, 7, 1
+MOST_SMS = NETWORK_SMS + REDUCE_SMS + WAIT_SMS
+_MOST_CHUNKS = 4
 # Raised whenever the schedule between nodes becomes another one. Tables of one node stay.
 CROSSINGS = 1
 
@@ -63,7 +64,7 @@ class AcrossNodes(Reach):
             rounds = 2 if again and kind.reduces else 1
             return Estimate(by_nccl_us(pass_, system, rounds * self.collective_us(pass_, system)) + wgrad, host)
         block_bytes = pass_.sent_bytes / (pass_.world - 1)
-        chunks = network_chunks_of(how, pass_, system, self.nodes, system.nic_gbs)
+        chunks = network_chunks_of(how, pass_, system, self.nodes)
         parts = chunks * (self.nodes if how.multiplies or local == 1 else pass_.world)
         exchanges = (self.nodes - 1) * (local if kind.exchanges else 1)
         network = exchanges * (block_bytes / (system.nic_gbs * 1e3) + chunks * system.nic_us)
@@ -79,17 +80,15 @@ class AcrossNodes(Reach):
         return Estimate(device, host + (1 + again) * exchanges * chunks * system.host_exchange_us)
 
 
-def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: int, gbs: float) -> int:
-    """Into how many chunks each block is cut between nodes: as measured, else as a rule says. gbs: of the network; 0: unknown."""
+def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: int) -> int:
+    """Into how many chunks each block is cut between nodes: as measured, else as a rule says."""
     system, local = System.of(device), pass_.world // nodes
     if how.chunks or system.type != "cuda" or not how.pushes:
         return chunks_of(how, pass_, system)
     row_bytes, m_shard = pass_.row_features * pass_.dtype.itemsize, max(1, pass_.m // pass_.world)
-    pays_in_short = local == 1 and 0 < gbs < _SLOW_GBS
-    most, shortest = (8, _SHORTEST_EXCHANGE) if pays_in_short else (4, SHORTEST_COPY)
     # One is multiplied while the next is on its way.
     products = _most_products(how, pass_, local, system.sms)
-    return chunk_count(m_shard, row_bytes, True, max(1, min(most, products)), shortest)
+    return chunk_count(m_shard, row_bytes, True, max(1, min(_MOST_CHUNKS, products)), SHORTEST_COPY)
 
 
 def _most_products(how: Method, pass_: Pass, local: int, sms: int) -> int:

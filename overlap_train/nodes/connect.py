@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,17 +19,14 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan
 from ..schedule.order import Topology
-from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
-from ..symmetric.agreement import say_on_rank_0
 from ..symmetric.host import Offer
+from .choice import NETWORK_SMS, REDUCE_SMS
 from .engines import InterNodeEngine
 from .gloo import GlooTransport, HostEngine
-from .measure import connect
 from .nccl import NcclEngine, NcclTransport
-from .nvshmem import PUT_GBS, NvshmemEngine, NvshmemPuts
+from .nvshmem import NvshmemEngine, NvshmemPuts
 from .slots import NodeCall, NodeSlot
-from .sm_budget import SmBudget, in_words
 
 
 class NodeWaits(BoundedWaits):
@@ -99,16 +96,6 @@ class SeveralNodes(OneNode):
     def staged_blocks(self) -> int:  # type: ignore[override]
         return int(self.by_nvshmem)
 
-    @property
-    def is_connected(self) -> bool:  # type: ignore[override]
-        return isinstance(self.domain.engine, InterNodeEngine)
-
-    @property
-    def network_gbs(self) -> float:  # type: ignore[override]
-        """GB/s that the network carries in each direction, the same on all ranks. Measured where NCCL connects the nodes."""
-        engine = self.domain.engine
-        return engine.gbs if isinstance(engine, InterNodeEngine) else 0.0
-
     def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
         engine = self.domain.engine
         if started is None or not started.slots or not started.sm_margin:
@@ -128,15 +115,10 @@ class SeveralNodes(OneNode):
         return provider
 
     def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
-
-        On CPUs and, before the nodes are connected, during a capture it is `config` itself. Collective at its first use: it
-        connects the nodes.
-        """
-        if not self.domain.on_gpu or (self.domain.is_capturing() and not self.is_connected):
+        if not self.domain.on_gpu:
             return config
-        engine = self.engine()
-        return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
+        network = 0 if self.by_nvshmem else config.network_sms or NETWORK_SMS
+        return replace(config, network_sms=network, reduce_sms=config.reduce_sms or REDUCE_SMS)
 
     def engine(self) -> InterNodeEngine:
         """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
@@ -149,26 +131,15 @@ class SeveralNodes(OneNode):
         return engine
 
     def _new_engine(self) -> InterNodeEngine:
-        domain, topology, config = self.domain, self.domain.topology, self.domain.config
+        domain, topology, config = self.domain, self.domain.topology, self.settled(self.domain.config)
         agreement, device, fault = domain.agreement, domain.device, domain.fault
         if domain.launcher is None:
             return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
-        driver, budget = domain.launcher.driver, SmBudget(topology.local, config.network_sms, config.reduce_sms)
-        with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
-            network: NvshmemPuts | NcclTransport = NvshmemPuts(driver)
-            gbs = PUT_GBS
-            if not self.by_nvshmem:
-                by = partial(NcclTransport, agreement, topology, device, config.timeout_s, fault)
-                network, gbs = connect(agreement, topology, device, budget, by, fault)
-                opened.callback(network.close, orderly=False)
-            sms = budget.for_sums(network.sms, gbs, System.of(device).sum_sm_gbs)
-            say_on_rank_0(domain.rank, in_words(network.sms, sms))
-            if self.by_nvshmem:
-                engine: InterNodeEngine = NvshmemEngine(device, driver, network, fault, Blas(device), sms)
-            else:
-                engine = NcclEngine(device, driver, network, fault, Blas(device), sms, gbs)
-            opened.pop_all()
-        return engine
+        driver = domain.launcher.driver
+        if self.by_nvshmem:
+            return NvshmemEngine(device, driver, NvshmemPuts(driver), fault, Blas(device))
+        network = NcclTransport(agreement, topology, device, config.timeout_s, fault, config.network_sms)
+        return NcclEngine(device, driver, network, fault, Blas(device))
 
     def offer(self, layout: Layout) -> None:
         """Nodes are connected first, and heaps opened after that."""

@@ -101,14 +101,10 @@ class InterNodeEngine(CopyEngine, ABC):
 
     What it does by itself is what CPU processes need: there the caller's work is done when it is told of it.
 
-    needs_buffers: whether what is for another rank of this node comes to this one first. reduce_sms: that the sum of this node's
-    partials may hold; in nodes of one rank there is none. gbs: GB/s that the network carries in each direction, if that was
-    measured.
+    needs_buffers: whether what is for another rank of this node comes to this one first.
     """
 
     needs_buffers = False
-    reduce_sms = 0
-    gbs = 0.0
     network: Any  # its transport
 
     def __init__(self) -> None:
@@ -223,13 +219,10 @@ def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
     """The engines of GPUs: a stream each for what is sent and for what arrives."""
 
-    def __init__(
-        self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord,
-        blas: Blas | None = None, reduce_sms: int = 0, gbs: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord, blas: Blas) -> None:
         StreamCopyEngine.__init__(self, device, driver)
         InterNodeEngine.__init__(self)
-        self.network, self._fault, self._blas, self.reduce_sms, self.gbs = network, fault, blas, reduce_sms, gbs
+        self.network, self._fault, self._blas = network, fault, blas
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._ordered, self._ends = driver.new_event(), (driver.new_event(), driver.new_event())
         self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
@@ -237,7 +230,7 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
     add = staticmethod(add_blocks)
 
     def products(self, sm_margin: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._blas is None else self._blas.sparing(sm_margin)
+        return self._blas.sparing(sm_margin)
 
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         self._enqueue(source, routes)

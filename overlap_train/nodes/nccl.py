@@ -62,7 +62,7 @@ class NcclTransport:
     NCCL waits without end. Therefore a thread watches the oldest exchange, and what the waits of this rank have found. If either
     has failed, it ends the communicator: no stream hangs, and the error that names a rank comes first.
 
-    sms: how many CTAs NCCL may have, each of which holds an SM.
+    sms: how many CTAs NCCL may have, each of which holds an SM. Half of them send while the others receive.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class NcclTransport:
         fault: FaultRecord,
         sms: int,
     ) -> None:
-        self._topology, self._timeout_s, self._fault, self.sms = topology, timeout_s, fault, sms
+        self._topology, self._timeout_s, self._fault = topology, timeout_s, fault
         self._under_way: deque[NcclExchange] = deque()
         self._ended = threading.Event()
         self._callers = agreement.callers(range(topology.rank % topology.local, topology.world, topology.local))
-        connect = partial(self._connect, device)
+        connect = partial(self._connect, device, sms)
         self._group = connect_rail_peers(agreement, topology, "NCCL", connect, lambda group: group.abort())
         threading.Thread(target=self._watch, name="overlap_train between nodes", daemon=True).start()
 
-    def _connect(self, device: torch.device, store: dist.Store) -> Any:
+    def _connect(self, device: torch.device, sms: int, store: dist.Store) -> Any:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
-        options.config.max_ctas = self.sms
+        options.config.max_ctas = sms
         # In clusters of four, as NCCL's kernels come by themselves, they would wait for four free SMs of one GPC. A kernel that
         # waits for them leaves some anywhere.
         options.config.cga_cluster_size = 1

@@ -15,15 +15,11 @@ from ..gpu.driver import CudaDriver
 from .engines import Exchange, StreamEngine
 from .slots import Place
 
-# Of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet.
-PUT_GBS = 50.0
 _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 
 class NvshmemPuts:
     """Carries pieces between the ranks of NVSHMEM's world, which are those of the group."""
-
-    sms = 0  # that its kernels hold: there are none
 
     def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
         """Keep the driver and the module nvshmem.bindings. bindings None: it is imported when there is memory. A rank that lacks

@@ -14,7 +14,7 @@ from ..schedule.kinds import Kind
 from ..schedule.order import Transfers
 from ..select.choose import Choice
 from ..select.method import Method, Pass
-from .choice import network_chunks_of
+from .choice import WAIT_SMS, network_chunks_of
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class InterNodePlanner(Planner):
         return transfers_of(kind, self.topology, chunks, tiled)
 
     def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
-        return network_chunks_of(how, pass_, device, self.topology.nodes, self.gbs)
+        return network_chunks_of(how, pass_, device, self.topology.nodes)
 
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> InterNodePlan:
         plan, topology = super().plan(choice, pass_, device, w), self.topology
@@ -78,7 +78,7 @@ class InterNodePlanner(Planner):
             reduce_sms=config.reduce_sms if adds else 0,
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
-            wait_sms=int(plan.variant.multiplies),
+            wait_sms=WAIT_SMS * plan.variant.multiplies,
             together=_blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
         )
 

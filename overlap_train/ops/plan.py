@@ -101,11 +101,11 @@ class EnginePlan:
 class Planner:
     """Plans passes of a group inside one node; `planner_of` finds that of any group.
 
-    config: with the SMs of the connected network (OneNode.settled). gbs: what the network between the nodes carries; 0: unknown.
+    config: with the SMs of the network (OneNode.settled).
     """
 
-    def __init__(self, topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> None:
-        self.topology, self.config, self.gbs = topology, config, gbs
+    def __init__(self, topology: Topology, config: OverlapConfig) -> None:
+        self.topology, self.config = topology, config
 
     def transfers_of(self, kind: Kind, chunks: int, tiled: bool) -> Transfers:
         """What this rank sends."""
@@ -145,10 +145,10 @@ class Planner:
         return Choice(Method("chunked"), "beside a product")
 
 
-def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> Planner:
+def planner_of(topology: Topology, config: OverlapConfig) -> Planner:
     """The Planner of a group. See there."""
     make = Planner if topology.nodes == 1 else import_module("...nodes.plan", __name__).InterNodePlanner
-    planner: Planner = make(topology, config, gbs)
+    planner: Planner = make(topology, config)
     return planner
 
 
@@ -181,22 +181,17 @@ class Plan:
     request: Request
     dtype: torch.dtype
 
-    @property
-    def crosses(self) -> bool:
-        """Whether a pass sends between nodes."""
-        return any(engine.slots and not engine.inside_node for engine in (self.fprop, self.dgrad))
-
 
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
-    device: torch.device | None = None, network_gbs: float = 0.0,
+    device: torch.device | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
-    it runs; None: where x is. network_gbs: what the network between the nodes carries, the same on all ranks; 0: unknown."""
+    it runs; None: where x is."""
     device = device or x.device
     rows, (n, k) = spec.global_rows(x, topology.world), (w.shape[:1].numel(), w.shape[-1:].numel())
     first = Pass(spec.fprop, rows, n, k, x.dtype, topology.world)
-    planner = planner_of(topology, config, network_gbs)
+    planner = planner_of(topology, config)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad

@@ -153,13 +153,8 @@ class Planned:
 def settled_plan(
     domain: OverlapDomain, spec: OperatorSpec, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor
 ) -> Plan:
-    """The plan of `spec` for operands like x and w. The first one that sends between nodes connects them, which is collective,
-    and measures their network, by which it is cut."""
-    plan = make_plan(spec, config, known, domain.topology, x, w)
-    if not plan.crosses:
-        return plan
-    config = domain.span.settled(config)
-    return make_plan(spec, config, known, domain.topology, x, w, network_gbs=domain.span.network_gbs)
+    """The plan of `spec` for operands like x and w."""
+    return make_plan(spec, domain.span.settled(config), known, domain.topology, x, w)
 
 
 def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
@@ -273,10 +268,6 @@ class PlanCache:
         planned = Planned(domain, plan, trains)
         if not (tries and config.tune_steps and trains):
             return planned
-        if not domain.span.is_connected:
-            # Its methods may need the network where the untuned one does not. A rank that differs would not come to connect.
-            how = f"{plan.request.how}; tries methods in {config.tune_steps} calls"
-            prepare(domain, Request(spec.name, plan.request.shapes, how=how), None, name, _trained(x, w))
         return self.runs.begun(planned, config, self.table, x, w)
 
     def end_run(self, trial: Autotune, name: str) -> None:

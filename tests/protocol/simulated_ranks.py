@@ -149,6 +149,7 @@ class SimulatedDomain:
         self.graphed = self.captured = self.closed = self.on_gpu = False
         self.has_run, self.in_use = True, threading.RLock()
         self.config = SimpleNamespace(timeout_s=simulation.timeout_s)
+        self.agreement = SimpleNamespace(peers=SimpleNamespace(takes_back=False))
         self.tags: list[Any] = []
         self.fault = core("group.signals").FaultRecord(self.device, rank, simulation.timeout_s)
         self.fault.held = self.tags

@@ -123,13 +123,10 @@ def _flops_beside_the_network(session: Session, ops: Names, node_ranks: int) -> 
 def contests(cases: Sequence[Case], session: Session, network_sms: Sequence[int] = ()) -> Iterator[Contest]:
     """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective.
 
-    network_sms: numbers of SMs that the network between nodes gets, besides the one that the config names or the probe has found
-    (nodes/measure.py).
+    network_sms: numbers of SMs that the network between nodes gets, besides the one that the config names.
     """
     received = [_slot_bytes(case, session) for case in cases]
     own = session.domain(received)
-    if sms_of(own) and own.device.type == "cuda":  # NVSHMEM takes none
-        session.world.say(f"NCCL has {sms_of(own)} SMs between nodes, by the probe")
     others = [sms for sms in network_sms if sms != sms_of(own)]
     domains = [own, *(session.domain(received, dist.new_group(), network_sms=sms) for sms in others)]
     groups = TwoSteps.of(own.topology, session.world)

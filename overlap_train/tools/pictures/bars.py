@@ -125,7 +125,7 @@ def draw(folder: Path) -> list[Path]:
 
 def draw_operators(record: Record, path: Path) -> Path:
     """A panel for each operator, pass and weight. Of several M the largest one, 8192 before others; of one weight every M. Across
-    nodes only where the network had the SMs that the probe found."""
+    nodes only where the network had the SMs that it has by default."""
     rows = [row for row in record["rows"] if row.get("network_sms") == row.get("probe_sms")]
     sizes = {row["m"] for row in rows}
     if len({frozenset((row["n"], row["k"])) for row in rows}) > 1:

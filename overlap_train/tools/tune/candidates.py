@@ -104,7 +104,6 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     world, settings, results = session.world, session.settings, session.results
     planned, nodes = case.planned(world.size, settings.dtype), domain.topology.nodes
     default = untuned(planned, world.device, nodes).method
-    domain.span.settled(domain.config)  # the network is measured
     inputs, calls = inputs_of(case, session), dict[Method, Call]()
     run_of = _backward if planned.kind.before_wgrad else overlapped
     for name in candidates(settings.methods, default, planned, nodes):
