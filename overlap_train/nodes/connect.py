@@ -22,10 +22,10 @@ from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.host import Offer
 from .choice import NETWORK_SMS, REDUCE_SMS
-from .engines import InterNodeEngine
+from .engines import InterNodeEngine, StreamEngine, Transport
 from .gloo import GlooTransport, HostEngine
-from .nccl import NcclEngine, NcclTransport
-from .nvshmem import NvshmemEngine, NvshmemPuts
+from .nccl import NcclTransport
+from .nvshmem import NvshmemPuts
 from .slots import NodeCall, NodeSlot
 
 
@@ -136,10 +136,10 @@ class SeveralNodes(OneNode):
         if domain.launcher is None:
             return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
         driver = domain.launcher.driver
-        if self.by_nvshmem:
-            return NvshmemEngine(device, driver, NvshmemPuts(driver), fault, Blas(device))
-        network = NcclTransport(agreement, topology, device, config.timeout_s, fault, config.network_sms)
-        return NcclEngine(device, driver, network, fault, Blas(device))
+        network: Transport = NvshmemPuts(driver)
+        if not self.by_nvshmem:
+            network = NcclTransport(agreement, topology, device, config.timeout_s, fault, config.network_sms)
+        return StreamEngine(device, driver, network, fault, Blas(device))
 
     def offer(self, layout: Layout) -> None:
         """Nodes are connected first, and heaps opened after that."""
@@ -151,7 +151,7 @@ class SeveralNodes(OneNode):
         heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem)
         if isinstance(engine, HostEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})
-        elif isinstance(engine, NvshmemEngine):
+        elif self.by_nvshmem:
             engine.network.attach(heap.view(topology.rank), layout.nbytes)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
         waits = NodeWaits(topology, domain.config.timeout_s, domain.fault, engine, domain.launcher)

@@ -1,16 +1,10 @@
-"""What moves data in a group that spans nodes: the copy engine inside the node, and what sends and receives between nodes.
+"""What moves data in a group that spans nodes: the copy engine inside the node, and a transport between nodes.
 
     sending     adds up partial sums, where there are any, and starts what goes to other nodes, in order
     arriving    waits for what has come from other nodes, and passes it on inside the node
 
-These two are streams on GPUs; in CPU processes the caller does both. Nothing else waits for the network but the products that
-need it, and they as inside a node. The operators enqueue the same steps for every engine:
-
-    HostEngine       CPU processes, by gloo (gloo.py): a piece, then its signal, go into the heap of the rank that they are for
-    NvshmemEngine    GPUs, by NVSHMEM (nvshmem.py): the same. Nobody has to say what it expects
-    NcclEngine       GPUs, by NCCL (nccl.py): a send to one rail peer and a receive from another, as one group. It writes into the
-                     memory of its own rank only. What is for another rank of the node comes into a receive buffer, and the
-                     arriving stream copies it on: data, then the sender's word
+These two are streams on GPUs (StreamEngine); in CPU processes the caller does both (HostEngine). Nothing else waits for the
+network but the products that need it, and they as inside a node. The operators enqueue the same steps for every engine.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,14 +38,6 @@ T = TypeVar("T")
 CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while a transport is made, for errors
 
 MOST_MARKED = 3  # products that are enqueued before what sends them: at most two, and the one that is sent next
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Data, contiguous and perhaps none, and the word that becomes their signal, int64 [1]; both in memory of the GPU."""
-
-    data: torch.Tensor
-    word: torch.Tensor
 
 
 @dataclass
@@ -96,16 +82,30 @@ def connect_rail_peers(
     return on_all_ranks(make, agreement, CONNECT, end)
 
 
-class InterNodeEngine(CopyEngine, ABC):
-    """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on.
+class Transport(Protocol):
+    """Carries exchanges between this rank and its rail peers.
 
-    What it does by itself is what CPU processes need: there the caller's work is done when it is told of it.
-
-    needs_buffers: whether what is for another rank of this node comes to this one first.
+    needs_buffers: whether what is for another rank of this node comes to this one first: into a receive buffer, out of which the
+    engine copies data, then the sender's word. Else a piece, then its signal, go into the heap of the rank that they are for.
     """
 
-    needs_buffers = False
-    network: Any  # its transport
+    needs_buffers: bool
+
+    def start(self, exchange: Exchange) -> None:
+        """Send, after what the current stream has been given so far, and say what is received meanwhile if that is needed."""
+        ...
+
+    def close(self, orderly: bool) -> None:
+        """End. orderly: the peers do the same, and nothing is under way; else what is under way ends at once."""
+        ...
+
+
+class InterNodeEngine(CopyEngine, ABC):
+    """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on."""
+
+    network: Any  # a Transport
+    _sending: Any = None  # streams
+    _arriving: Any = None
 
     def __init__(self) -> None:
         self._unfinished: list[Exchanges] = []
@@ -154,14 +154,36 @@ class InterNodeEngine(CopyEngine, ABC):
         """Let what is sent from now on leave after what the caller has computed so far."""
         self.send_after(self.mark())
 
-    @abstractmethod
     def start_exchange(self, exchange: Exchange) -> None:
         """Start to send, and to receive, after what was started before."""
+        with self._in(self._sending):
+            if exchange.make is not None:
+                exchange.make()
+            self.network.start(exchange)
 
-    @abstractmethod
     def arrive(self, exchange: Exchange) -> None:
         """Let its data arrive. After them its chunk has a signal (rule 1: data first), and is passed on in the node. Who reads
         what came into a buffer compares its word."""
+        call, exchanged = exchange.call, exchange.exchanged
+        with self._in(self._arriving):
+            self._come(exchange)
+            if exchange.buffer is not None:
+                self._pass_on(call.routes(exchanged.passed_on), exchange.buffer)
+            elif exchanged.passes_on:
+                # Bounded, and it notices a rail peer that is in another call.
+                call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
+                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
+
+    @abstractmethod
+    def _in(self, stream: Any) -> AbstractContextManager[None]:
+        """Bracket in which `stream` is the current one."""
+
+    def _come(self, exchange: Exchange) -> None:
+        """Hold the current stream until what a transport has brought beside the slot is there, and give it its signal."""
+
+    @abstractmethod
+    def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
+        """Copy what is here to other ranks of the node, each piece before its signal."""
 
     @abstractmethod
     def add(
@@ -217,9 +239,11 @@ def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
 
 
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
-    """The engines of GPUs: a stream each for what is sent and for what arrives."""
+    """The engine of GPUs: a stream each for what is sent and for what arrives."""
 
-    def __init__(self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord, blas: Blas) -> None:
+    def __init__(
+        self, device: torch.device, driver: CudaDriver, network: Transport, fault: FaultRecord, blas: Blas
+    ) -> None:
         StreamCopyEngine.__init__(self, device, driver)
         InterNodeEngine.__init__(self)
         self.network, self._fault, self._blas = network, fault, blas
@@ -245,29 +269,30 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
         return mark
 
     def send_after(self, mark: int) -> None:
-        self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))
+        # If the arriving stream looked for a piece before the call's epoch has begun, the epoch before would make it seem to be
+        # there.
+        for stream in (self._sending, self._arriving):
+            self._driver.check(self._driver.wait_event(stream.cuda_stream, mark, 0))
 
     def start_exchange(self, exchange: Exchange) -> None:
         self._held.append(exchange.source)
         if exchange.buffer is not None:
             self._held.append(exchange.buffer)
             self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
-        with self._driver.in_stream(self._sending):
-            if exchange.make is not None:
-                exchange.make()
-            self._send(exchange)
+        super().start_exchange(exchange)
 
-    @abstractmethod
-    def _send(self, exchange: Exchange) -> None:
-        """Enqueue an exchange in the current stream."""
+    def _in(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return self._driver.in_stream(stream)
 
-    def arrive(self, exchange: Exchange) -> None:
-        call, exchanged = exchange.call, exchange.exchanged
-        if exchanged.passes_on:
-            with self._driver.in_stream(self._arriving):
-                # Bounded, and it notices a rail peer that is in another call.
-                call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
-                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
+    def _come(self, exchange: Exchange) -> None:
+        if exchange.work is None:
+            return
+        exchange.work.arrive()
+        if exchange.buffer is None:
+            received = exchange.exchanged.received
+            signal, word = exchange.call.signal_of(received.fills, received.chunk), exchange.call.crossed(received)
+            stream = self._arriving.cuda_stream
+            self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, stream))
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         start, stream = source.data_ptr(), self._arriving.cuda_stream

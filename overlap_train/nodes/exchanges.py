@@ -51,7 +51,7 @@ class Exchanges:
         self._has_begun = self._follows = False
 
     def _needs_buffer(self, exchanged: SendRecv) -> bool:
-        return exchanged.for_another and self._engine.needs_buffers
+        return exchanged.for_another and self._engine.network.needs_buffers
 
     def start(self) -> None:
         """Start the first exchange of an operand."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..gpu.driver import CudaDriver
-from .engines import Exchange, StreamEngine
+from .engines import Exchange
 from .slots import Place
 
 _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
@@ -20,6 +20,8 @@ _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 class NvshmemPuts:
     """Carries pieces between the ranks of NVSHMEM's world, which are those of the group."""
+
+    needs_buffers = False
 
     def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
         """Keep the driver and the module nvshmem.bindings. bindings None: it is imported when there is memory. A rank that lacks
@@ -33,11 +35,15 @@ class NvshmemPuts:
         self._set = int(self._bindings.Signal_op.SIGNAL_SET)
         self._start, self._staging, self._room = memory.data_ptr(), staging, memory.numel() - staging
 
-    def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:
+    def start(self, exchange: Exchange) -> None:
+        self.put(exchange.source, exchange.call.place(exchange.exchanged.sent), exchange.call.word)
+
+    def put(self, source: torch.Tensor, place: Place, word: int) -> None:
         """Enqueue a put of `source`, contiguous and perhaps empty, then of the signal `word`, into the memory of `place.rank`.
 
         The source is copied first, when the put of the one before it has read the staging memory: a stream runs both in order.
         """
+        stream = self._driver.current_stream()
         signal, nbytes = self._start + place.signal, source.numel() * source.element_size()
         told = (signal, word % _WORD, self._set, place.rank, stream)
         if not nbytes:
@@ -50,20 +56,3 @@ class NvshmemPuts:
 
     def close(self, orderly: bool) -> None:
         """Do nothing: NVSHMEM's world ends when all domains have ended (nvshmem.py: finalize)."""
-
-
-class NvshmemEngine(StreamEngine):
-    """The engine of GPUs whose data cross the network by NVSHMEM: only the sender acts."""
-
-    network: NvshmemPuts
-
-    def send_after(self, mark: int) -> None:
-        """Let what is sent or passed on from now on come after what is marked. If the arriving stream looked for a piece before
-        the call's epoch has begun, the epoch before would make it seem to be there. An exchange of NCCL needs no such order:
-        what it sends orders it."""
-        super().send_after(mark)
-        self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
-
-    def _send(self, exchange: Exchange) -> None:
-        call = exchange.call
-        self.network.put(exchange.source, call.place(exchange.exchanged.sent), call.word, self._sending.cuda_stream)
