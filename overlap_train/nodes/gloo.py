@@ -25,11 +25,9 @@ _CLOSE_S = 5.0
 
 
 class GlooTransport:
-    """Carries pieces by gloo's send and receive, in a process group of this rank and its rail peers. A thread for each receives.
-
-    A piece is a header (place, bytes, word) and its data. The thread receives the data into their place, and then stores the word
-    (rule 1). The place may be in the heap of another rank of this node: that rank needs no connection of its own to the sender.
-    """
+    """Carries pieces in a process group of this rank and its rail peers. A thread for each of these receives: a header (place,
+    bytes, word), the data into their place, which may be in the heap of another rank of this node; then it stores the word (rule
+    1)."""
 
     needs_buffers = False
 
@@ -54,11 +52,7 @@ class GlooTransport:
         self.put(exchange.source, exchange.call.place(exchange.exchanged.sent), exchange.call.word)
 
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
-        """Enqueue `source`, then the signal `word`, and return.
-
-        Raises:
-            OverlapTimeoutError: the connection is lost.
-        """
+        """Enqueue `source`, then the signal `word`. Raises OverlapTimeoutError where the connection is lost."""
         data = source.detach().reshape(-1).view(torch.uint8)
         header = torch.tensor(
             [place.rank, place.data, data.numel(), place.signal, word], dtype=torch.int64, device="cpu"
@@ -75,11 +69,7 @@ class GlooTransport:
         self._under_way.append((work, target, piece))
 
     def join(self) -> None:
-        """Return when all sources are free again.
-
-        Raises:
-            OverlapTimeoutError: they are not in time, or the connection is lost.
-        """
+        """Return when all sources are free again. Raises OverlapTimeoutError if they are not in time."""
         for work, target, _ in self._under_way:
             try:
                 work.wait(self._limit)

@@ -1,7 +1,7 @@
 """NVSHMEM between the GPUs of different nodes: a rank puts data and their signal into the memory of any other.
 
-Only the sender acts, and no SM takes part: network cards read and write. They can read symmetric memory only, so data are copied
-there first. A card carries 50 GB/s, the copy 3700.
+No SM takes part: network cards read and write, symmetric memory only. So data are copied there first. A card carries 50 GB/s,
+the copy 3700.
 """
 
 from __future__ import annotations

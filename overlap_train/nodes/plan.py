@@ -21,9 +21,7 @@ from .choice import WAIT_SMS, network_chunks_of
 class InterNodePlan(EnginePlan):
     """One pass in a group of `nodes` nodes.
 
-    send_recvs: what goes to other nodes, each with what comes meanwhile. send_sms, reduce_sms, wait_sms: the SMs that NCCL has,
-    sums of this node's partials, and waits of one CTA; products leave all of these. together: blocks that A2A + GEMM multiplies
-    at once.
+    send_sms, reduce_sms, wait_sms: the SMs that NCCL has, sums of this node's partials, and waits of one CTA.
     """
 
     nodes: int = 1
@@ -31,7 +29,6 @@ class InterNodePlan(EnginePlan):
     send_sms: int = 0
     reduce_sms: int = 0
     wait_sms: int = 0
-    together: int = 1
 
     inside_node = False
 
@@ -79,7 +76,6 @@ class InterNodePlanner(Planner):
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
             wait_sms=WAIT_SMS * plan.variant.multiplies,
-            together=_blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
         )
 
     def sent_again(self, fprop: EnginePlan) -> InterNodePlan:
@@ -106,11 +102,3 @@ class InterNodePlanner(Planner):
             nodes=self.topology.nodes,
             send_recvs=exchanges,
         )
-
-
-def _blocks_together(depth: int, local: int) -> int:
-    """How many of a node's `local` blocks of `depth` features A2A + GEMM multiplies at once, by the library across nodes of GPUs.
-
-    Each product reads and writes the sum in fp32: 8 bytes an element, which takes an H200 as long as a product of 700 features.
-    """
-    return min(local, -(-1024 // depth))

@@ -1,8 +1,5 @@
-"""Slots of a group that spans nodes.
-
-Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a rail peer of this
-one; else its rail peer in this node, which passes on what came over the network (gather) or adds its own part of the sum for it
-(scatter).
+"""Slots of a group that spans nodes. Each block has one writer in every call (`Topology.sender`): its own rank, or the rail
+peer in this node that passes on what came over the network (gather) or adds its own part of the sum for it (scatter).
 """
 
 from __future__ import annotations
@@ -104,16 +101,10 @@ class NodeCall(Call):
         """int64 [1]: the word that comes over the network with a transfer."""
         return self.slot.crossed[transfer.fills, transfer.chunk : transfer.chunk + 1]
 
-    def chunk_rows(self, chunk: int, count: int = 1) -> slice:
-        """The rows of `count` chunks, from this one on, within their block."""
+    def chunk_rows(self, chunk: int) -> slice:
+        """The rows of a chunk within its block."""
         rows = self._shape[0] // self.chunks
-        return slice(chunk * rows, (chunk + count) * rows)
-
-    def wait_chunks(self, block: int, chunks: range) -> slice:
-        """Wait for these chunks of a block; return their rows within it."""
-        for chunk in chunks:
-            self.wait_chunk(block, chunk)
-        return self.chunk_rows(chunks[0], len(chunks))
+        return slice(chunk * rows, (chunk + 1) * rows)
 
     def place(self, sent: Transfer) -> Place:
         """The place of the chunk that crosses the network: where it lies in the heap of any rank, with its signal."""

@@ -1,5 +1,4 @@
-"""Which ranks form a node, and who acts there for ranks of other nodes. Whose block comes next when a rank sends and when it
-multiplies, in which order it computes tiles, and what it sends, to whom, after what.
+"""Whose block comes next when a rank sends and when it multiplies, in which order it computes tiles, and what it sends.
 
 kernels/order.py and kernels/tiles.py work out the same on the GPU, each rank from its own number.
 """
@@ -10,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain, groupby, pairwise, product, repeat, starmap
+from itertools import chain, groupby, product, repeat
 
 from .kinds import Kind
 
@@ -41,13 +40,11 @@ class Topology:
         return range(node * self.local, (node + 1) * self.local)
 
     def sender(self, block: int) -> int:
-        """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a rail peer, else its rail peer
-        here."""
+        """Who writes block `block` of this rank's slots: rank `block` if that is a rail peer, else its rail peer here."""
         return block if block == self.rail_peer(block // self.local) else self.node * self.local + block % self.local
 
     def receiver(self, target: int) -> int:
-        """Who takes from the network what this rank sends to `target` of another node: the only rank there that it is connected
-        with."""
+        """Who takes from the network what this rank sends to `target`: the only rank there that it is connected with."""
         return self.rail_peer(target // self.local)
 
 
@@ -56,8 +53,7 @@ Unit = tuple[int, int]  # (block, chunk)
 
 @cache
 def targets(topology: Topology) -> tuple[int, ...]:
-    """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
-    nearest following first."""
+    """The other ranks in the order in which this one sends to them: far nodes first, in each the nearest following first."""
     nodes, locals_ = range(1, topology.nodes + 1), range(1, topology.local + 1)
     return tuple([_shifted(topology, node, place) for node in nodes for place in locals_][:-1])
 
@@ -73,34 +69,6 @@ def sources(topology: Topology, kind: Kind = Kind.AG_GEMM) -> tuple[int, ...]:
     near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
     nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
     return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
-
-
-@cache
-def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
-    """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
-    `together` of one node at once."""
-    nodes = _by_node((topology.rank, *sources(topology, Kind.A2A_GEMM)), topology.local)
-    return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
-
-
-# Products of few rows are slow: 4096 rows of 8192 x 173056 and 345600 take 1.03 to 1.05 times as long in four products, 1.05 to
-# 1.11 in eight (1.02 to 1.05 on the SMs that NCCL leaves), 1.15 to 1.17 in sixteen (H100, benchmarks/notes.md). So a
-# product takes several chunks wherever it does not wait for them.
-@cache
-def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
-    """The chunks of a far block that a gather's products take. Between two nodes half of them, half of what is left, and so on:
-    of eight 4, 2, 1 and 1.
-
-    The own node's rows are half of the product. If the network takes as long as all of it, half of the chunks are there by then.
-    If it takes longer, the last chunk counts, and if it takes less, all are there. Of more nodes the own node's rows are less.
-    """
-    if topology.nodes != 2:
-        return tuple(range(chunk, chunk + 1) for chunk in range(chunks))
-    starts, left = [0], chunks
-    while left > 1:
-        left -= left // 2
-        starts.append(chunks - left)
-    return tuple(starmap(range, pairwise([*starts, chunks])))
 
 
 def _shifted(topology: Topology, nodes: int, places: int) -> int:

@@ -47,18 +47,7 @@ class QkNorm:
         scale, inputs = weight, x
         if self.zero_centered or weight.dtype != x.dtype:
             scale, inputs = weight.float() + float(self.zero_centered), x.float()
-        return F.rms_norm(inputs, weight.shape, scale, self.eps).to(x.dtype)
-
-    def error(self, dim: int, device: torch.device, name: str) -> str | None:
-        q, k = self.q_weight, self.k_weight
-        if not isinstance(self.eps, int | float) or not self.eps > 0:
-            return f"{name}: qk_norm.eps={self.eps!r} must be a number above 0, such as 1e-6"
-        if q.shape != (dim,) or k.shape != (dim,):
-            return f"{name}: qk_norm has weights {tuple(q.shape)} and {tuple(k.shape)}; both must be [{dim}], a head's features"
-        if q.device != device or k.device != device:
-            where = f"weights on {q.device} and {k.device}, the input is on {device}"
-            return f"{name}: qk_norm has {where}; move them there"
-        return None
+        return F.rms_norm(inputs, x.shape[-1:], scale, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True)

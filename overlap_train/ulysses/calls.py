@@ -110,7 +110,7 @@ def weight_error(
     heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
 ) -> str | None:
     """Why `heads` do not fit w, bias or the ranks, or None."""
-    wrong = not_heads(heads, name) or heads.error(world_size, name)
+    wrong = heads.error(world_size, name)
     if wrong is not None:
         return wrong
     if w.shape[:1] != (heads.features,):
@@ -119,13 +119,6 @@ def weight_error(
     if bias is not None and bias.shape != (heads.features,):
         return f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
     return None
-
-
-def not_heads(heads: AttentionHeads, name: str) -> str | None:
-    """Why `heads`, of whatever type, are no AttentionHeads, or None."""
-    if isinstance(heads, AttentionHeads):
-        return None
-    return f"{name}: heads={heads!r} must be AttentionHeads(query=..., kv=..., dim=...)"
 
 
 def rows_of_position(x: torch.Tensor) -> int:

@@ -3,8 +3,6 @@
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
-Rows lie in the caller's tensors rank after rank, in the sequence's order, or as heads of an attention (Rows).
-
 `to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
 it multiplies the next one.
 """

@@ -20,7 +20,7 @@ from ..linear import applied, as_rows, once_differentiable, run_eagerly
 from ..ops.plan_cache import OnPlan, refuse
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from .attention_layout import QkNorm, Rotary, rotated
-from .calls import Terms, heads_linear, like, not_heads, rows_linear
+from .calls import Terms, heads_linear, like, rows_linear
 from .exchange import HeadRows, Linear, Places, RankRows
 from .layout import AttentionHeads, SequenceShards
 from .two_groups import refuse_in_both, sharded_linear
@@ -147,11 +147,12 @@ def qkv_all_to_all(
             qkv_all_to_all, x_shard_m, w, bias, shards=shards, heads=heads, qk_norm=qk_norm, rotary=rotary,
             config=config, name=name, on_plan=on_plan,
         )  # fmt: skip
-    _check_shards(shards, name)
-    wrong = shards.error(x_shard_m, False, name) or _heads_error(x_shard_m, shards, heads, qk_norm, rotary, name)
+    wrong, s = shards.error(x_shard_m, False, name), shards.length(x_shard_m, is_whole=False)
+    if wrong is None and rotary is not None:
+        wrong = rotary.error(s, heads.dim, x_shard_m.device, name)
     if wrong is not None:
         _refuse(wrong, LINEAR_ALL_TO_ALL, ALL_GATHER_LINEAR, shards, x_shard_m, config, name)
-    s, x_shard_m = shards.length(x_shard_m, is_whole=False), shards.padded(x_shard_m)
+    x_shard_m = shards.padded(x_shard_m)
     meaning = [how.meaning for how in (qk_norm, rotary) if how is not None]
     terms = Terms(config, name, (shards.layout.meaning, *meaning), on_plan)
     if shards.tensor == 1:
@@ -192,7 +193,6 @@ def attention_output_linear(
         return run_eagerly(
             attention_output_linear, x, w, bias, shards=shards, config=config, name=name, on_plan=on_plan
         )
-    _check_shards(shards, name)
     wrong = shards.error(x, True, name)
     if wrong is not None:
         _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, shards, x, config, name)
@@ -209,26 +209,6 @@ def attention_output_linear(
     y = _apply_to_rows(x, w, linear, places, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
-
-
-def _check_shards(shards: SequenceShards, name: str) -> None:
-    if not isinstance(shards, SequenceShards):
-        raise ValueError(f"{name}: shards={shards!r} must be SequenceShards(group, layout, tp_group)")
-
-
-def _heads_error(
-    x: torch.Tensor, shards: SequenceShards, heads: AttentionHeads, qk_norm: QkNorm | None, rotary: Rotary | None,
-    name: str,
-) -> str | None:  # fmt: skip
-    wrong = not_heads(heads, name)
-    if wrong is not None:
-        return wrong
-    if not isinstance(qk_norm, QkNorm | None):
-        return f"{name}: qk_norm is a {type(qk_norm).__name__}; it must be QkNorm(q_weight, k_weight, eps), or None"
-    if not isinstance(rotary, Rotary | None):
-        return f"{name}: rotary is a {type(rotary).__name__}; it must be Rotary(cos, sin), or None"
-    wrong = None if rotary is None else rotary.error(shards.length(x, False), heads.dim, x.device, name)
-    return wrong if wrong is not None or qk_norm is None else qk_norm.error(heads.dim, x.device, name)
 
 
 def _refuse(

@@ -3,23 +3,22 @@
     to_heads    y = all_to_all(all_gather(x) @ w.T)        gathered over TP inside the product, then exchanged over Ulysses' ranks
     to_rows     y = reduce_scatter(all_to_all(x) @ w.T)    exchanged, then scattered over TP inside the product
 
-A part is an operator of the TP group and an all-to-all of the Ulysses group. The product of a part runs while copies exchange the
-part before or after it. All ranks enter both domains in one order: whoever waits has sent, in both, all that comes before.
+A part is an operator of the TP group and an all-to-all of the Ulysses group. All ranks enter both domains in one order: whoever
+waits has sent, in both, all that comes before. heads_backward does as to_rows.
 
     to_heads          [product 0] [product 1     ] [product 2     ]                 [a]: all-to-all of part a
                                   [0]              [1]              [2]
     to_rows           [0] [1]              [2]
                           [product 0     ] [product 1     ] [product 2     ]
-
-heads_backward does as to_rows. rows_backward has one all-to-all under each product, with dx of the part before and x of the next,
-if that is sent again: with an all-to-all of its own, x would have to come before the product, because until then a rank does not
-know that the third slot is free (group/workspace.py). The product for dw reads x when it has come.
-
     rows_backward     [x 0 ]         [dx 0, x 1]    [dx 1, x 2]    [dx 2]
                       [product 0  ]  [product 1  ]  [product 2  ]
 
-Each group compares its own part of a call: the TP ranks the product, Ulysses' ranks the exchange. What else all ranks of both
-must know (refusals, nodes), a rank tells one of its groups; each rank that hears it tells its other group.
+In rows_backward one all-to-all has dx of the part before and x of the next, if that is sent again: with an all-to-all of its own,
+x would have to come before the product, because until then a rank does not know that the third slot is free
+(group/workspace.py).
+
+Each group compares its own part of a call. What else all ranks of both must know (refusals, nodes), a rank tells one of its
+groups; each rank that hears it tells its other group.
 """
 
 from __future__ import annotations

@@ -30,13 +30,12 @@ Pieces = list[tuple[torch.Tensor, torch.Tensor]]  # see pieces_of
 
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
-    """world_size ranks, node_ranks in each node. chunks: of a block. together: of plans of A2A + GEMM. puts:
+    """world_size ranks, node_ranks in each node. chunks: of a block. puts:
     NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan. method: of problems that
     are not told one."""
 
     node_ranks: int = 1
     chunks: int = 2
-    together: int = 1
     puts: bool = False
     send_sms: int = NETWORK_SMS
     reduce_sms: int = 0
@@ -113,14 +112,13 @@ class NodeDomain(SimulatedDomain):
 
     def _in_chunks(self, engine: Any) -> Any:
         """On the CPU plans have numbers of chunks of their own, and nothing holds SMs."""
-        chunks, together = self._simulation.chunks, self._simulation.together
+        chunks = self._simulation.chunks
         of_kind = (engine.kind, self.topology, chunks, engine.method == "fused")
         return replace(
             engine,
             chunks=chunks,
             transfers=core("schedule.inter_node").transfers_of(*of_kind),
             send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
-            together=together,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,
         )

@@ -24,18 +24,3 @@ def test_results_and_gradients_are_those_of_fp64(weights: torch.dtype, zero_cent
     for ours, theirs in zip(*gradients, strict=True):
         bound = 1e-5 if ours.dtype == torch.float32 else torch.finfo(weights).eps
         torch.testing.assert_close(ours.double(), theirs, rtol=bound, atol=bound)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"eps": None}, "linear_qkv: qk_norm.eps=None must be a number above 0, such as 1e-6"),
-        ({"eps": 0.0}, "linear_qkv: qk_norm.eps=0.0 must be a number above 0"),
-        ({"k_weight": torch.ones(4)}, r"linear_qkv: qk_norm has weights (8,) and (4,); both must be [8], a head's features"),
-        ({"q_weight": torch.ones(8, device="meta")}, "qk_norm has weights on meta and cpu, the input is on cpu"),
-    ],
-)  # fmt: skip
-def test_a_norm_that_does_not_fit_says_why(changes: dict, said: str) -> None:
-    norm = QkNorm(**{"q_weight": torch.ones(8), "k_weight": torch.ones(8), "eps": 1e-6, **changes})
-    assert said in (norm.error(8, torch.device("cpu"), "linear_qkv") or "")
-    assert QkNorm(torch.ones(8), torch.ones(8), 1e-6).error(8, torch.device("cpu"), "linear_qkv") is None
