@@ -79,28 +79,14 @@ class SequenceRows(Rows):
         return sent.view(len(self._rows), -1, self.x.shape[-1])
 
 
-class Places(NamedTuple):
-    """How tensors hold the rows that to_rows exchanges. rows, is_padded: see SequenceRows; rows None: rank after rank."""
-
-    world_size: int
-    batch: int
-    rows: torch.Tensor | None = None
-    is_padded: bool = False
-
-    def of(self, x: torch.Tensor) -> Rows:
-        if self.rows is None:
-            return RankRows(x, self.world_size, self.batch)
-        return SequenceRows(x, self.rows, self.is_padded)
-
-
 class HeadRows(Rows):
     """q [s, b, query, dim], k and v [s, b, kv, dim], or gradients. rows: as of SequenceRows. bias: added to what is taken."""
 
-    def __init__(
-        self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None = None
-    ) -> None:
-        self._heads, self._rows, self._rotary, self._bias = heads, rows, rotary, bias
-        self.bias_gradient: torch.Tensor | None = None  # fp32, the sum of what `give` has returned; None: not asked for
+    sums = False  # whether `give` adds up what it returns
+    total: torch.Tensor | float = 0.0  # in fp32, of each column
+
+    def __init__(self, rows: torch.Tensor, rotary: Rotary | None, heads: Heads, bias: torch.Tensor | None) -> None:
+        self._rows, self._rotary, self._heads, self._bias = rows, rotary, heads, bias
 
     def take(self, part: Part, received: torch.Tensor) -> None:
         rows = rows_of(self._rows, part)
@@ -109,8 +95,8 @@ class HeadRows(Rows):
 
     def give(self, part: Part) -> torch.Tensor:
         packed = pack(self._heads, rows_of(self._rows, part), self._rotary).flatten(0, 1)
-        if self.bias_gradient is not None:
-            self.bias_gradient += packed.sum(0, dtype=torch.float32)
+        if self.sums:
+            self.total = self.total + packed.sum(0, dtype=torch.float32)
         return packed.view(len(self._rows), -1, packed.shape[-1])
 
 

@@ -10,7 +10,9 @@ Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attentio
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from ..ops.plan_cache import OnPlan, refuse
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from .attention_layout import QkNorm, Rotary, rotated
 from .calls import Terms, heads_linear, like, rows_linear
-from .exchange import HeadRows, Linear, Places, RankRows
+from .exchange import HeadRows, Linear, RankRows, Rows, SequenceRows
 from .layout import AttentionHeads, SequenceShards
 from .two_groups import refuse_in_both, sharded_linear
 
@@ -60,7 +62,12 @@ def linear_all_to_all(
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, Terms(config, name))
-    y = _apply_linear_all_to_all(as_rows(x_shard_m), w, linear)
+    world, n = linear.world_size, linear.w.shape[0]
+
+    def rows(ys: tuple[torch.Tensor], _: None) -> Rows:
+        return RankRows(ys[0].contiguous(), world, linear.batch)
+
+    (y,) = _apply_to_heads(as_rows(x_shard_m), w, None, linear, [(world * linear.rows_of_rank, n // world)], rows)
     if x_shard_m.dim() > 2:
         y = y.view(-1, *x_shard_m.shape[1:-1], y.shape[-1])
     return y if own_bias is None else y + own_bias
@@ -92,8 +99,8 @@ def all_to_all_linear(
     if torch.compiler.is_compiling():
         return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
     linear = rows_linear(x_shard_k, w, bias, group, Terms(config, name))
-    places = Places(linear.world_size, linear.batch)
-    y = _apply_to_rows(as_rows(x_shard_k), w, linear, places, torch.is_grad_enabled())
+    rows = partial(RankRows, world_size=linear.world_size, batch=linear.batch)
+    y = _apply_to_rows(as_rows(x_shard_k), w, linear, rows, False, torch.is_grad_enabled())
     if x_shard_k.dim() > 2:
         y = y.view(-1, *x_shard_k.shape[1:-1], y.shape[-1])
     return y if bias is None else y + bias
@@ -159,9 +166,10 @@ def qkv_all_to_all(
         linear, own_bias = heads_linear(x_shard_m, w, bias, heads, shards.group, terms)
     else:
         linear, own_bias = sharded_linear(x_shard_m, w, bias, heads, shards, terms)
-    rows = shards.rows(s, x_shard_m.device)
-    received = _Received(heads.of_rank(shards.ranks), s, rows, rotary if qk_norm is None else None)
-    q, k, v = _apply_qkv(x_shard_m, w, own_bias, linear, received)
+    own, order = heads.of_rank(shards.ranks), shards.rows(s, x_shard_m.device)
+    rows = partial(HeadRows, order, rotary if qk_norm is None else None)
+    shapes = [(s, x_shard_m.shape[1], count, own.dim) for count in (own.query, own.kv, own.kv)]
+    q, k, v = _apply_to_heads(as_rows(x_shard_m), w, own_bias, linear, shapes, rows)
     if qk_norm is not None:
         q, k = qk_norm.of(q, qk_norm.q_weight), qk_norm.of(k, qk_norm.k_weight)
         if rotary is not None:
@@ -203,10 +211,11 @@ def attention_output_linear(
         linear = rows_linear(sent, w, bias, shards.group, terms)
     else:
         linear, _ = sharded_linear(sent, w, bias, None, shards, terms)
-    in_place = shards.tensor == 1 and layout.is_in_turn  # nothing is to be copied
-    rows = None if in_place else shards.rows(x.shape[0], x.device)
-    places = Places(shards.ranks, linear.batch, rows, is_padded=bool(layout.lengths) and not in_place)
-    y = _apply_to_rows(x, w, linear, places, torch.is_grad_enabled())
+    is_padded, rows = False, partial[Rows](RankRows, world_size=shards.ranks, batch=linear.batch)
+    if shards.tensor > 1 or not layout.is_in_turn:  # else nothing is to be copied
+        is_padded = bool(layout.lengths)
+        rows = partial(SequenceRows, rows=shards.rows(x.shape[0], x.device), is_padded=is_padded)
+    y = _apply_to_rows(x, w, linear, rows, is_padded, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
 
@@ -221,89 +230,62 @@ def _refuse(
     refuse(wrong, alone, shards.group, config, x.device, name)
 
 
-class _LinearAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
-        world_size, features = linear.world_size, linear.w.shape[0]
-        y = linear.w.new_empty(world_size * linear.rows_of_rank, features // world_size)
-        linear.to_heads(x_shard_m, RankRows(y, world_size, linear.batch))
-        ctx.linear = linear
-        ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
-        return y
+class _ToHeads(torch.autograd.Function):
+    """all_to_all(x @ w.T), in tensors of these shapes. rows: makes of these, or of their gradients, and of a bias that is added
+    the Rows that are exchanged."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (x_shard_m, w), linear = ctx.saved_tensors, ctx.linear
-        dy = RankRows(dy_shard_n.contiguous(), linear.world_size, linear.batch)
-        return *linear.multiplying(w, ctx).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
-
-
-class _Received(NamedTuple):
-    """How what a rank receives becomes q, k and v. heads: this rank's. s: rows of the sequence. rows: which of them each rank
-    sends."""
-
-    heads: AttentionHeads
-    s: int
-    rows: torch.Tensor
-    rotary: Rotary | None
-
-
-class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x_shard_m: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        linear: Linear,
-        received: _Received,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, s, rows, rotary = received
-        q, k, v = (
-            x_shard_m.new_empty(s, x_shard_m.shape[1], count, heads.dim) for count in (heads.query, heads.kv, heads.kv)
-        )
-        saved = linear.to_heads(as_rows(x_shard_m), HeadRows((q, k, v), rows, rotary, bias))
-        ctx.linear, ctx.received = linear, received
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, linear: Linear,
+        shapes: Sequence[tuple[int, ...]], rows: Callable[..., Rows],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ys = tuple(linear.w.new_empty(shape) for shape in shapes)
+        saved = linear.to_heads(x, rows(ys, bias))
+        ctx.linear, ctx.rows = linear, rows
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w)
-        return q, k, v
+        return ys
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x_rows, w), received = ctx.saved_tensors, ctx.received
-        dy = HeadRows((dq, dk, dv), received.rows, received.rotary)
-        if ctx.needs_input_grad[2]:
-            dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
-        dx, dw = ctx.linear.multiplying(w, ctx).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
-        dbias = None if dy.bias_gradient is None else dy.bias_gradient.to(dq.dtype)
-        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, None, None
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, w), dy, dbias = ctx.saved_tensors, ctx.rows(dys, None), None
+        dy.sums = ctx.needs_input_grad[2]
+        dx, dw = ctx.linear.multiplying(w, ctx).heads_backward(x, dy, ctx.needs_input_grad[0])
+        if dy.sums:
+            dbias = dy.total.to(w.dtype)
+        return dx, dw, dbias, None, None, None
 
 
 class _ToRows(torch.autograd.Function):
-    """y = all_to_all(x) @ w.T. places: how x and dx hold the rows that are exchanged. trains: gradients are enabled."""
+    """y = all_to_all(x) @ w.T. rows: makes of x, or dx, the Rows that are exchanged. trains: gradients are enabled."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, places: Places, trains: bool
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        linear: Linear,
+        rows: Callable[..., Rows],
+        is_padded: bool,
+        trains: bool,
     ) -> torch.Tensor:
         x = x.contiguous()
-        y, kept = linear.to_rows(places.of(x), linear.keeps and trains and w.requires_grad)
-        ctx.linear, ctx.places, ctx.shape = linear, places, x.shape
+        y, kept = linear.to_rows(rows(x), linear.keeps and trains and w.requires_grad)
+        ctx.linear, ctx.rows, ctx.is_padded, ctx.shape = linear, rows, is_padded, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y  # whole and not as a view, which autograd would refuse to have written into
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        (*saved, w), places, dx, into, x = ctx.saved_tensors, ctx.places, None, None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (*saved, w), dx, into, x = ctx.saved_tensors, None, None, None
         linear = ctx.linear.multiplying(w, ctx)
         if ctx.needs_input_grad[0]:
-            dx = dy.new_empty(ctx.shape[0] + places.is_padded, *ctx.shape[1:])  # with the row of padding
-            into, dx = places.of(dx), dx[: ctx.shape[0]] if places.is_padded else dx
+            dx = dy.new_empty(ctx.shape[0] + ctx.is_padded, *ctx.shape[1:])  # with the row of padding
+            into, dx = ctx.rows(dx), dx[: ctx.shape[0]] if ctx.is_padded else dx
         if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else places.of(saved[0])
-        return dx, linear.rows_backward(x, dy, into), None, None, None
+            x = saved if linear.keeps else ctx.rows(saved[0])
+        return dx, linear.rows_backward(x, dy, into), None, None, None, None
 
 
-_apply_linear_all_to_all, _apply_qkv, _apply_to_rows = applied(_LinearAllToAll), applied(_QkvAllToAll), applied(_ToRows)
+_apply_to_heads, _apply_to_rows = applied(_ToHeads), applied(_ToRows)
