@@ -21,11 +21,11 @@ from ..ops.plan import EnginePlan
 from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.host import Offer
-from .choice import NETWORK_SMS, REDUCE_SMS
 from .engines import InterNodeEngine, StreamEngine, Transport
 from .gloo import GlooTransport, HostEngine
 from .nccl import NcclTransport
 from .nvshmem import NvshmemPuts
+from .plan import NETWORK_SMS, REDUCE_SMS
 from .slots import NodeCall, NodeSlot
 
 

@@ -12,8 +12,9 @@ import torch
 
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
+from ..schedule.inter_node import transfers_of
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology, Transfers, sources, transfers_of
+from ..schedule.order import Topology, Transfers, sources
 from ..select.choose import Choice, alone, choose
 from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal
 from ..select.table import Table
@@ -107,10 +108,6 @@ class Planner:
     def __init__(self, topology: Topology, config: OverlapConfig) -> None:
         self.topology, self.config = topology, config
 
-    def transfers_of(self, kind: Kind, chunks: int, tiled: bool) -> Transfers:
-        """What this rank sends."""
-        return transfers_of(kind, self.topology, chunks, tiled)
-
     def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
         """Into how many chunks each block is cut."""
         return chunks_of(how, pass_, device)
@@ -124,14 +121,14 @@ class Planner:
         kernels = _kernels(kind, choice, pass_, device, w)
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
-        transfers = self.transfers_of(kind, chunks, tiled=how.name == "fused")
+        transfers = transfers_of(kind, self.topology, chunks, tiled=how.name == "fused")
         return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
-        transfers = self.transfers_of(fprop.kind, chunks=1, tiled=False)
+        transfers = transfers_of(fprop.kind, self.topology, chunks=1)
         return EnginePlan(fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources)
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:

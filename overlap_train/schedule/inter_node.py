@@ -20,14 +20,15 @@ from .order import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Topology, Transfe
 
 
 def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see order.transfers_of."""
+    """What rank `topology.rank` sends. chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has
+    multiplied."""
     after_tiles = tiled and not kind.receives
     if kind.gathers:
         return Transfers(tuple(_gathered(topology, chunks, after_tiles)))
     if kind.reduces:
         return Transfers(tuple(_scattered(topology, chunks, after_tiles)))
     pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind.sums_blocks and tiled:  # a tile needs its chunk from every rank; the library multiplies whole blocks
+    if kind.sums_blocks and (tiled or topology.nodes == 1):  # a tile needs its chunk from every rank
         pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
     rank = topology.rank
     return Transfers(

@@ -236,19 +236,3 @@ class Transfers:
     def passed_on(self) -> Transfers:
         """The transfers that pass on what has arrived from a rail peer."""
         return Transfers(tuple(transfer for transfer in self.all if transfer.carries == ARRIVED))
-
-
-def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends in a group inside one node; between nodes: inter_node.py.
-
-    chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has multiplied.
-    """
-    rank, after_tiles = topology.rank, tiled and not kind.receives
-    pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind.sums_blocks:  # a tile needs its chunk from every rank
-        pieces.sort(key=lambda piece: piece[1])
-    found = [
-        Transfer(NVLINK, rank, target, 0 if kind.gathers else target, chunk, after_tiles, fills=rank)
-        for target, chunk in pieces
-    ]
-    return Transfers(tuple(found))

@@ -211,7 +211,8 @@ def attention_output_linear(
         linear = rows_linear(sent, w, bias, shards.group, terms)
     else:
         linear, _ = sharded_linear(sent, w, bias, None, shards, terms)
-    is_padded, rows = False, partial[Rows](RankRows, world_size=shards.ranks, batch=linear.batch)
+    is_padded = False
+    rows: Callable[..., Rows] = partial(RankRows, world_size=shards.ranks, batch=linear.batch)
     if shards.tensor > 1 or not layout.is_in_turn:  # else nothing is to be copied
         is_padded = bool(layout.lengths)
         rows = partial(SequenceRows, rows=shards.rows(x.shape[0], x.device), is_padded=is_padded)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from overlap_train.schedule import order as inside_node
 from overlap_train.schedule.inter_node import send_recvs, transfers_of
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import (
@@ -283,6 +282,6 @@ def test_one_node_is_as_it_was() -> None:
         assert sources(topology) == tuple((rank - step) % world for step in range(1, world))
         for kind in KINDS:
             assert sources(topology, kind) == sources(topology)
-            mine = inside_node.transfers_of(kind, topology, 2)
+            mine = transfers_of(kind, topology, 2)
             assert {(transfer.link, transfer.fills, transfer.carries) for transfer in mine} <= {(NVLINK, rank, OPERAND)}
             assert mine.inside.all == mine.all and not mine.network.all and not mine.passed_on.all
