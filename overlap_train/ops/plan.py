@@ -12,9 +12,8 @@ import torch
 
 from ..config import OverlapConfig, flag_name
 from ..group.memory import Request
-from ..schedule.inter_node import transfers_of
 from ..schedule.kinds import Kind
-from ..schedule.order import Topology, Transfers, sources
+from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
 from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal
 from ..select.table import Table

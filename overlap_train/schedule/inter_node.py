@@ -13,62 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 from .kinds import Kind
-from .order import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Topology, Transfer, Transfers, Unit, targets
-
-
-def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends. chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has
-    multiplied."""
-    after_tiles = tiled and not kind.receives
-    if kind.gathers:
-        return Transfers(tuple(_gathered(topology, chunks, after_tiles)))
-    if kind.reduces:
-        return Transfers(tuple(_scattered(topology, chunks, after_tiles)))
-    pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind.sums_blocks and (tiled or topology.nodes == 1):  # a tile needs its chunk from every rank
-        pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
-    rank = topology.rank
-    return Transfers(
-        tuple(
-            Transfer(_link(topology, target), rank, target, target, chunk, after_tiles, fills=rank)
-            for target, chunk in pieces
-        )
-    )
-
-
-def _link(topology: Topology, target: int) -> str:
-    return NVLINK if target in topology.ranks_of(topology.node) else NETWORK
-
-
-def _gathered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Transfer]:
-    rank = topology.rank
-    own_node = [target for target in targets(topology) if _link(topology, target) == NVLINK]
-    for target in (*_rail_peers(topology, 1), *own_node):
-        for chunk in range(chunks):
-            yield Transfer(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
-    for block in _rail_peers(topology, -1):
-        for target, chunk in product(own_node, range(chunks)):
-            yield Transfer(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
-
-
-def _scattered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Transfer]:
-    rank = topology.rank
-    for block, chunk in product(targets(topology), range(chunks)):
-        node, place = divmod(block, topology.local)
-        if block == topology.rail_peer(node):  # the last of its node
-            yield Transfer(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
-        else:
-            near = topology.node * topology.local + place
-            yield Transfer(NVLINK, rank, near, block, chunk, after_tiles, fills=topology.rail_peer(node))
-
-
-def _rail_peers(topology: Topology, step: int) -> list[int]:
-    """The rail peers of this rank; those of following (step 1) or preceding (-1) nodes first."""
-    far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
-    return [topology.rail_peer(node) for node in far]
+from .order import LANDED, NVLINK, Topology, Transfer, Transfers, Unit, targets, transfers_of
 
 
 @dataclass(frozen=True)

@@ -236,3 +236,50 @@ class Transfers:
     def passed_on(self) -> Transfers:
         """The transfers that pass on what has arrived from a rail peer."""
         return Transfers(tuple(transfer for transfer in self.all if transfer.carries == ARRIVED))
+
+
+def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
+    """What rank `topology.rank` sends. chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has
+    multiplied."""
+    rank, node, after_tiles = topology.rank, topology.node, tiled and not kind.receives
+    links = {target: NVLINK if target // topology.local == node else NETWORK for target in targets(topology)}
+    if kind.gathers:
+        return Transfers(tuple(_gathered(topology, links, chunks, after_tiles)))
+    if kind.reduces:
+        return Transfers(tuple(_scattered(topology, links, chunks, after_tiles)))
+    pieces = [(target, chunk) for target in links for chunk in range(chunks)]
+    if kind.sums_blocks and (tiled or topology.nodes == 1):  # a tile needs its chunk from every rank
+        pieces.sort(key=lambda piece: (links[piece[0]] == NVLINK, piece[1]))
+    found = [Transfer(links[target], rank, target, target, chunk, after_tiles, fills=rank) for target, chunk in pieces]
+    return Transfers(tuple(found))
+
+
+def _gathered(topology: Topology, links: Mapping[int, str], chunks: int, after_tiles: bool) -> list[Transfer]:
+    rank, own_node = topology.rank, [target for target, link in links.items() if link == NVLINK]
+    following = [topology.rail_peer((topology.node + turn) % topology.nodes) for turn in range(1, topology.nodes)]
+    found = [
+        Transfer(links[target], rank, target, 0, chunk, after_tiles, fills=rank)
+        for target in (*following, *own_node)
+        for chunk in range(chunks)
+    ]
+    passed_on = [
+        Transfer(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
+        for block in reversed(following)
+        for target in own_node
+        for chunk in range(chunks)
+    ]
+    return found + passed_on
+
+
+def _scattered(topology: Topology, links: Mapping[int, str], chunks: int, after_tiles: bool) -> list[Transfer]:
+    """For each node, far ones first, its ranks' blocks to their rail peers here; the last of a node is the own rail peer's."""
+    rank, found = topology.rank, []
+    for block in links:
+        peer = topology.rail_peer(block // topology.local)
+        near = topology.node * topology.local + block % topology.local
+        for chunk in range(chunks):
+            if block == peer:
+                found.append(Transfer(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM))
+            else:
+                found.append(Transfer(NVLINK, rank, near, block, chunk, after_tiles, fills=peer))
+    return found

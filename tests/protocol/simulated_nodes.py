@@ -117,7 +117,7 @@ class NodeDomain(SimulatedDomain):
         return replace(
             engine,
             chunks=chunks,
-            transfers=core("schedule.inter_node").transfers_of(*of_kind),
+            transfers=core("schedule.order").transfers_of(*of_kind),
             send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,

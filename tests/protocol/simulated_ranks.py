@@ -201,7 +201,7 @@ class SimulatedDomain:
 
 def _varied(engine: Any, topology: Any, variant: Any) -> Any:
     chunks = 1 if variant.whole else engine.chunks
-    transfers = core("schedule.inter_node").transfers_of(engine.kind, topology, chunks, engine.method == "fused")
+    transfers = core("schedule.order").transfers_of(engine.kind, topology, chunks, engine.method == "fused")
     return dataclasses.replace(
         engine, variant=dataclasses.replace(variant, name=engine.method), chunks=chunks, transfers=transfers
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap_train.schedule.inter_node import send_recvs, transfers_of
+from overlap_train.schedule.inter_node import send_recvs
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import (
     ARRIVED,
@@ -22,6 +22,7 @@ from overlap_train.schedule.order import (
     sources,
     targets,
     tile_order,
+    transfers_of,
 )
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
