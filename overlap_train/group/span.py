@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..config import OverlapConfig
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.host import Offer
 from .slots import Layout
@@ -64,10 +63,6 @@ class OneNode:
         """Bracket of library products that leave SMs to what a pass of the plan `started` sends and adds meanwhile; None: nothing
         is under way. Engines bracket their own products."""
         return _NOTHING
-
-    def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with the SMs that communication between nodes may hold."""
-        return config
 
 
 def span_of(domain: OverlapDomain) -> OneNode:

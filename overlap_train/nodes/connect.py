@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from ..config import OverlapConfig, flag_name
+from ..config import flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
 from ..group.domain import barrier
@@ -25,7 +24,7 @@ from .engines import InterNodeEngine, StreamEngine, Transport
 from .gloo import GlooTransport, HostEngine
 from .nccl import NcclTransport
 from .nvshmem import NvshmemPuts
-from .plan import NETWORK_SMS, REDUCE_SMS
+from .plan import sms_of_network
 from .slots import NodeCall, NodeSlot
 
 
@@ -114,12 +113,6 @@ class SeveralNodes(OneNode):
             )
         return provider
 
-    def settled(self, config: OverlapConfig) -> OverlapConfig:
-        if not self.domain.on_gpu:
-            return config
-        network = 0 if self.by_nvshmem else config.network_sms or NETWORK_SMS
-        return replace(config, network_sms=network, reduce_sms=config.reduce_sms or REDUCE_SMS)
-
     def engine(self) -> InterNodeEngine:
         """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
         domain = self.domain
@@ -131,14 +124,16 @@ class SeveralNodes(OneNode):
         return engine
 
     def _new_engine(self) -> InterNodeEngine:
-        domain, topology, config = self.domain, self.domain.topology, self.settled(self.domain.config)
+        domain, topology, config = self.domain, self.domain.topology, self.domain.config
         agreement, device, fault = domain.agreement, domain.device, domain.fault
         if domain.launcher is None:
             return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
         driver = domain.launcher.driver
         network: Transport = NvshmemPuts(driver)
         if not self.by_nvshmem:
-            network = NcclTransport(agreement, topology, device, config.timeout_s, fault, config.network_sms)
+            network = NcclTransport(
+                agreement, topology, device, config.timeout_s, fault, sms_of_network(config, device)
+            )
         return StreamEngine(device, driver, network, fault, Blas(device))
 
     def offer(self, layout: Layout) -> None:

@@ -143,6 +143,18 @@ class InterNodePlan(EnginePlan):
         )
 
 
+def sms_of_network(config: OverlapConfig, device: torch.device) -> int:
+    """The SMs that the network between nodes may hold. On CPUs settings have no meaning, and hold as they are."""
+    if config.network == "nvshmem" or device.type != "cuda":
+        return config.network_sms
+    return config.network_sms or NETWORK_SMS
+
+
+def sms_of_sums(config: OverlapConfig, device: torch.device) -> int:
+    """Those that the sum of a node's partials may hold."""
+    return config.reduce_sms or REDUCE_SMS * (device.type == "cuda")
+
+
 class InterNodePlanner(Planner):
     """The Planner of groups that span nodes."""
 
@@ -160,8 +172,8 @@ class InterNodePlanner(Planner):
         return replace(
             found,
             # The products of `collective` run before or after its NCCL, or beside a communicator whose SMs are not known here.
-            send_sms=0 if is_nccl else config.network_sms,
-            reduce_sms=config.reduce_sms if adds else 0,
+            send_sms=0 if is_nccl else sms_of_network(config, device),
+            reduce_sms=sms_of_sums(config, device) if adds else 0,
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
             wait_sms=WAIT_SMS * plan.variant.multiplies,

@@ -99,10 +99,7 @@ class EnginePlan:
 
 
 class Planner:
-    """Plans passes of a group inside one node; `planner_of` finds that of any group.
-
-    config: with the SMs of the network (OneNode.settled).
-    """
+    """Plans passes of a group inside one node; `planner_of` finds that of any group."""
 
     def __init__(self, topology: Topology, config: OverlapConfig) -> None:
         self.topology, self.config = topology, config

@@ -150,13 +150,6 @@ class Planned:
         return self._concurrent[sms]
 
 
-def settled_plan(
-    domain: OverlapDomain, spec: OperatorSpec, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor
-) -> Plan:
-    """The plan of `spec` for operands like x and w."""
-    return make_plan(spec, domain.span.settled(config), known, domain.topology, x, w)
-
-
 def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
     """Why a plan cannot run in a domain, or None."""
     sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
@@ -263,7 +256,7 @@ class PlanCache:
     ) -> Planned:
         """The plan by what is known now, in an autotune run where methods may take turns and the sizes were never measured."""
         domain = self.domain
-        plan = settled_plan(domain, spec, config, self.table, x, w)
+        plan = make_plan(spec, config, self.table, domain.topology, x, w)
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(domain, plan, trains)
         if not (tries and config.tune_steps and trains):

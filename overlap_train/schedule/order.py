@@ -248,7 +248,7 @@ def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = Fals
     if kind.reduces:
         return Transfers(tuple(_scattered(topology, links, chunks, after_tiles)))
     pieces = [(target, chunk) for target in links for chunk in range(chunks)]
-    if kind.sums_blocks and (tiled or topology.nodes == 1):  # a tile needs its chunk from every rank
+    if kind.sums_blocks and (tiled or NETWORK not in links.values()):  # a tile needs its chunk from every rank
         pieces.sort(key=lambda piece: (links[piece[0]] == NVLINK, piece[1]))
     found = [Transfer(links[target], rank, target, target, chunk, after_tiles, fills=rank) for target, chunk in pieces]
     return Transfers(tuple(found))

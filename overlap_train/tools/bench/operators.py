@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ...group.domain import OverlapDomain
 from ...group.slots import SLOTS
+from ...nodes.plan import sms_of_network, sms_of_sums
 from ...ops.plan_cache import cache_of
 from ...schedule.kinds import Kind
 from ...select.choose import choose
@@ -167,7 +168,7 @@ def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, 
     planned, nodes, found = case.planned(session.world.size, session.settings.dtype), domain.topology.nodes, {}
     suffix, told = "" if domain is own else f", {sms_of(domain)} SMs", dict[str, Any]()
     if not reach_of(nodes).has_rules:
-        sums = domain.span.settled(domain.config).reduce_sms if domain.topology.local > 1 else 0
+        sums = sms_of_sums(domain.config, domain.device) if domain.topology.local > 1 else 0
         told = {"network_sms": sms_of(domain), "probe_sms": sms_of(own), "reduce_sms": sums}
         told |= {"nodes": nodes, "emulated": pretends()}
     for method in serving(session.settings.methods, planned):
@@ -184,7 +185,7 @@ def ours(case: Case, inputs: Inputs, domain: OverlapDomain, own: OverlapDomain, 
 
 def sms_of(domain: OverlapDomain) -> int:
     """The SMs that the network of a domain may hold. Between CPU processes it is what was asked for, and has no meaning."""
-    return domain.span.settled(domain.config).network_sms
+    return sms_of_network(domain.config, domain.device)
 
 
 def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
