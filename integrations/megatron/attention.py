@@ -209,7 +209,7 @@ class UlyssesSelfAttention(SelfAttention):
         problem = layout.error(rows, ranks, name) or heads.error(ranks, "cp_group")
         if problem is not None and ranks > 1:
             raise ValueError(f"{problem} (Ulysses, context parallelism {ranks})")
-        return self.whole.exchange(group, heads, layout, rows, device)
+        return Exchange(group, heads, layout, rows, device)
 
     def _frequencies(
         self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None

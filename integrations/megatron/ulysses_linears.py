@@ -40,6 +40,7 @@ from overlap_train.integrations.megatron.linears import (
     overlapped_forms,
     te_feature,
 )
+from overlap_train.ulysses.layout import kept
 from overlap_train.ulysses.two_groups import nodes_of_groups, places_of
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -50,19 +51,28 @@ class Exchange:
     """One call's exchange between sequence shards and head shards.
 
     group: the context-parallel ranks; None where the call has none. heads: of all ranks of the group, and of this
-    tensor-parallel rank. layout: how the ranks share the sequence. order: which row of the sequence each row of each rank is,
-    rank after rank; places: where each row of the sequence is among these. Both on the device of the activations.
+    tensor-parallel rank. layout: how the ranks share the sequence, of `rows` rows. device: of the activations.
     """
 
     group: dist.ProcessGroup | None
     heads: AttentionHeads
     layout: SequenceLayout
-    order: torch.Tensor
-    places: torch.Tensor
+    rows: int
+    device: torch.device
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def order(self) -> torch.Tensor:
+        """Which row of the sequence each row of each rank is, rank after rank."""
+        return self.layout.rows_of_ranks(self.rows, self.ranks, self.device).flatten()
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Where each row of the sequence is in `order`."""
+        return _places(self.device, self.layout, self.rows, self.ranks)
 
     def shards(self, tp_group: dist.ProcessGroup | None) -> SequenceShards:
         """Who has which rows, for the operators. tp_group: of the linear that exchanges."""
@@ -159,6 +169,11 @@ class _Exchanging:
             return overlap.watched(y), returned
 
         return self._call(x, product)
+
+
+@kept
+def _places(device: torch.device, layout: SequenceLayout, rows: int, ranks: int) -> torch.Tensor:
+    return layout.rows_of_ranks(rows, ranks, device).flatten().argsort()
 
 
 @cache

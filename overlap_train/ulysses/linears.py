@@ -22,8 +22,7 @@ from ..linear import applied, as_rows, once_differentiable, run_eagerly
 from ..ops.plan_cache import OnPlan, refuse
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from .attention_layout import QkNorm, Rotary, rotated
-from .calls import Terms, heads_linear, like, rows_linear
-from .exchange import HeadRows, Linear, RankRows, Rows, SequenceRows
+from .exchange import HeadRows, Linear, RankRows, Rows, SequenceRows, Terms, heads_linear, like, rows_linear
 from .layout import AttentionHeads, SequenceShards
 from .two_groups import refuse_in_both, sharded_linear
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from overlap_train import AttentionHeads, OverlapTimeoutError, SequenceLayout
 from overlap_train.integrations.megatron import whole_sequence as whole
 from overlap_train.integrations.megatron.packed import Documents
+from overlap_train.integrations.megatron.ulysses_linears import Exchange
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 from tests.processes import run_ranks, values
 
@@ -60,7 +61,7 @@ def _alone(rank: int, world: int, what: str) -> tuple[str, list[str]] | None:
         store.wait(["given up"])
         return None
     sequence = WholeSequence(timeout_s=1.0)
-    exchange = sequence.exchange(dist.group.WORLD, AttentionHeads(4, 2, 8), SequenceLayout(), 8, torch.device("cpu"))
+    exchange = Exchange(dist.group.WORLD, AttentionHeads(4, 2, 8), SequenceLayout(), 8, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
