@@ -63,8 +63,8 @@ def is_transformer_engines(core: Any) -> bool:
 
 
 def without_group(packed: PackedSeqParams | None) -> PackedSeqParams | None:
-    """The PackedSeqParams for the core attention, which has all rows: a copy without context-parallel group and size, with which
-    TransformerEngine's would turn its own context parallelism on; or `packed` itself where it has none."""
+    """The PackedSeqParams for the core attention, which has all rows: without context-parallel group and size, with which
+    TransformerEngine's would turn its own context parallelism on."""
     if packed is None or (getattr(packed, "cp_group", None) is None and getattr(packed, "local_cp_size", None) is None):
         return packed
     own = copy.copy(packed)
@@ -255,8 +255,7 @@ class UlyssesSelfAttention(SelfAttention):
         return _yarn_get_concentration_factor_from_config(self.config)
 
     def _rotated(self, x: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
-        """x rotated by Megatron's own function, if there are freqs. Each row has its own: nothing of documents or ranks is
-        needed."""
+        """x rotated by Megatron's own function, if there are freqs: one for each row."""
         if freqs is None:
             return x
         return apply_rotary_pos_emb(x, freqs, config=self.config, mscale=self._mscale, cp_group=self.pg_collection.cp)

@@ -107,8 +107,7 @@ def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
 
 
 class _Exchanging:
-    """Makes a linear of a Ulysses attention exchange within its product. Mixed in before a linear class of Megatron's or
-    TransformerEngine's."""
+    """Makes a linear of a Ulysses attention exchange within its product. Mixed in before its class."""
 
     overlap: LinearOverlap
     # What the call under way does, where it is not Megatron's linear.

@@ -70,10 +70,8 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
 
 
 def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Heads:
-    """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence from [s/W, b, heads, dim].
-
-    k and v of a head that several ranks need go to each of them; autograd adds their gradients.
-    """
+    """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence from [s/W, b, heads, dim]. k and v
+    of a head that several ranks need go to each of them; autograd adds their gradients."""
     ranks = exchange.ranks
     if ranks == 1:
         return q, k, v
@@ -103,10 +101,8 @@ _MOST_KEPT = {_MASK: 1, _FREQS: 2, _ROTARY: 2}
 
 
 class WholeSequence:
-    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with.
-
-    timeout_s: how long ranks wait for each other's parts.
-    """
+    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with. timeout_s: how long ranks
+    wait for each other's parts."""
 
     def __init__(self, timeout_s: float = OverlapConfig.timeout_s) -> None:
         self.timeout_s = timeout_s

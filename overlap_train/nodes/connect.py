@@ -20,7 +20,7 @@ from ..ops.plan import EnginePlan
 from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
 from ..symmetric.host import Offer
-from .engines import InterNodeEngine, StreamEngine, Transport
+from .engines import InterNodeEngine, StreamEngine
 from .gloo import GlooTransport, HostEngine
 from .nccl import NcclTransport
 from .nvshmem import NvshmemPuts
@@ -39,8 +39,7 @@ class NodeWaits(BoundedWaits):
         self.topology, self._engine, self.barrier = topology, engine, self.barrier_in_two_steps
 
     def barrier_in_two_steps(self, call: Call) -> None:
-        """The rail peers meet, then the ranks of each node: who hears from a rank of the own node knows that its rail peers are
-        here."""
+        """The rail peers meet, then the ranks of each node: who hears from one of these knows that its rail peers are here."""
         assert isinstance(call, NodeCall)
         topology = self.topology
         call.next_epoch()
@@ -129,7 +128,7 @@ class SeveralNodes(OneNode):
         if domain.launcher is None:
             return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
         driver = domain.launcher.driver
-        network: Transport = NvshmemPuts(driver)
+        network: NvshmemPuts | NcclTransport = NvshmemPuts(driver)
         if not self.by_nvshmem:
             network = NcclTransport(
                 agreement, topology, device, config.timeout_s, fault, sms_of_network(config, device)

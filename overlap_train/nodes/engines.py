@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,12 +42,8 @@ MOST_MARKED = 3  # products that are enqueued before what sends them: at most tw
 
 @dataclass
 class Exchange:
-    """A piece that is sent, and one that is received.
-
-    make: fills `source`, in the order of what is sent; None: it is filled. buffer: where to receive what is for another rank of
-    this node, once all that `arrive` was called for is passed on; None: in its place in the own slot. work: what a transport
-    returned.
-    """
+    """A piece that is sent, and one that is received. make: fills `source`. buffer: where to receive what is for another rank of
+    this node, once all that `arrive` was called for is passed on; else it comes to its place. work: what a transport returned."""
 
     call: NodeCall
     exchanged: SendRecv
@@ -82,28 +78,15 @@ def connect_rail_peers(
     return on_all_ranks(make, agreement, CONNECT, end)
 
 
-class Transport(Protocol):
-    """Carries exchanges between this rank and its rail peers.
+class InterNodeEngine(CopyEngine, ABC):
+    """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on.
 
-    needs_buffers: whether what is for another rank of this node comes to this one first: into a receive buffer, out of which the
-    engine copies data, then the sender's word. Else a piece, then its signal, go into the heap of the rank that they are for.
+    network: carries exchanges between this rank and its rail peers. Where it needs_buffers, what is for another rank of this node
+    comes into a receive buffer, out of which the engine copies data, then the sender's word. Else a piece, then its signal, go
+    into the heap of the rank that they are for.
     """
 
-    needs_buffers: bool
-
-    def start(self, exchange: Exchange) -> None:
-        """Send, after what the current stream has been given so far, and say what is received meanwhile if that is needed."""
-        ...
-
-    def close(self, orderly: bool) -> None:
-        """End. orderly: the peers do the same, and nothing is under way; else what is under way ends at once."""
-        ...
-
-
-class InterNodeEngine(CopyEngine, ABC):
-    """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on."""
-
-    network: Any  # a Transport
+    network: Any
     _sending: Any = None  # streams
     _arriving: Any = None
 
@@ -140,8 +123,7 @@ class InterNodeEngine(CopyEngine, ABC):
         self.push(source, routes)
 
     def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
-        """Hold what sends until a kernel has stored so many tiles of a chunk. Of a kernel that has been launched: what stood
-        before it in its hardware queue would wait for good."""
+        """Hold what sends until a kernel, which has been launched, has stored so many tiles of a chunk."""
 
     def mark(self) -> int:
         """What the caller has computed so far, for `send_after`: until MOST_MARKED marks later."""
@@ -189,10 +171,8 @@ class InterNodeEngine(CopyEngine, ABC):
     def add(
         self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
     ) -> None:
-        """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. They are here.
-
-        sms: that it may hold; 0: all, with the same bits.
-        """
+        """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, which are here, in that order, summed in fp32. sms:
+        that it may hold; 0: all, with the same bits."""
 
     def barrier(self, call: NodeCall, topology: Topology) -> None:
         """Tell all rail peers that this rank has come: chunk 0 of its block, without data; and let their words arrive."""
@@ -241,9 +221,7 @@ def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
     """The engine of GPUs: a stream each for what is sent and for what arrives."""
 
-    def __init__(
-        self, device: torch.device, driver: CudaDriver, network: Transport, fault: FaultRecord, blas: Blas
-    ) -> None:
+    def __init__(self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord, blas: Blas) -> None:
         StreamCopyEngine.__init__(self, device, driver)
         InterNodeEngine.__init__(self)
         self.network, self._fault, self._blas = network, fault, blas

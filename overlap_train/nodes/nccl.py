@@ -46,7 +46,7 @@ class NcclExchange:
 
     def is_late(self, timeout_s: float) -> bool:
         """Whether so many seconds have passed since it could start. Asked of the oldest exchange alone: before, the one in front
-        of it ran. What the stream had to do before takes as long as it takes, and no rail peer is late for it."""
+        of it ran."""
         if self._began is None:
             # CUDA's errors are reported to whoever synchronises; with one the exchange counts as begun.
             with contextlib.suppress(RuntimeError):
@@ -64,10 +64,8 @@ def pieces_of(exchange: Exchange) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class NcclTransport:
-    """A communicator of the rail peers of this rank: nothing else travels in it.
-
-    NCCL waits without end. Therefore a thread watches the oldest exchange, and what the waits of this rank have found. If either
-    has failed, it ends the communicator: no stream hangs, and the error that names a rank comes first.
+    """A communicator of the rail peers of this rank. NCCL waits without end. Therefore a thread watches the oldest exchange, and
+    what the waits of this rank have found. If either has failed, it ends the communicator: no stream hangs.
 
     sms: how many CTAs NCCL may have, each of which holds an SM. Half of them send while the others receive.
     """
@@ -109,8 +107,7 @@ class NcclTransport:
         return group
 
     def start(self, exchange: Exchange) -> None:
-        """Enqueue a send to the rail peer in the node of `sent.target`, and a receive from `received.source`, as one group. They
-        wait for nothing that comes after them in this rank's order of exchanges."""
+        """Enqueue a send to the rail peer in the node of `sent.target`, and a receive from `received.source`, as one group."""
         if self._ended.is_set():
             self._fault.check()
         local, group, ready, exchanged = self._topology.local, self._group, torch.cuda.Event(), exchange.exchanged

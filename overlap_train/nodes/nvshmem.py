@@ -24,8 +24,7 @@ class NvshmemPuts:
     needs_buffers = False
 
     def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
-        """Keep the driver and the module nvshmem.bindings. bindings None: it is imported when there is memory. A rank that lacks
-        it was named before."""
+        """bindings: the module nvshmem.bindings; None: it is imported when there is memory."""
         self._driver, self._bindings = driver, bindings
 
     def attach(self, memory: torch.Tensor, staging: int) -> None:
@@ -39,10 +38,8 @@ class NvshmemPuts:
         self.put(exchange.source, exchange.call.place(exchange.exchanged.sent), exchange.call.word)
 
     def put(self, source: torch.Tensor, place: Place, word: int) -> None:
-        """Enqueue a put of `source`, contiguous and perhaps empty, then of the signal `word`, into the memory of `place.rank`.
-
-        The source is copied first, when the put of the one before it has read the staging memory: a stream runs both in order.
-        """
+        """Enqueue a put of `source`, contiguous and perhaps empty, then of the signal `word`. The source is copied first, when
+        the put before has read the staging memory."""
         stream = self._driver.current_stream()
         signal, nbytes = self._start + place.signal, source.numel() * source.element_size()
         told = (signal, word % _WORD, self._set, place.rank, stream)

@@ -176,8 +176,7 @@ class FusedInterNodeAllToAllGemm(FusedAllToAllGemm, InterNodeAllToAllGemm):
 
 
 class _SendsResult:
-    """What GEMM + RS and GEMM + A2A have in common: each chunk leaves after its product. A chunk for another rank of this node is
-    pushed."""
+    """What GEMM + RS and GEMM + A2A have in common: each chunk leaves after its product."""
 
     _domain: OverlapDomain
     _plan: InterNodePlan
@@ -232,8 +231,7 @@ class _SendsResult:
 
 
 class InterNodeGemmReduceScatter(_SendsResult, ChunkedGemmReduceScatter):
-    """GEMM + RS by the library. The blocks of a far node go to its ranks' rail peers in this node, each of which adds them up and
-    sends the sum, while later products run."""
+    """GEMM + RS by the library. The blocks of a far node go to its ranks' rail peers here, which add them up and send the sum."""
 
     _plan: InterNodePlan
     _call: NodeCall
@@ -268,11 +266,9 @@ class InterNodeGemmReduceScatter(_SendsResult, ChunkedGemmReduceScatter):
         return total, partial(self._make_sum, block, chunk, total)
 
     def _make_sum(self, peer: int, chunk: int, total: torch.Tensor) -> None:
-        """total = what the ranks of this node have for a chunk of a rail peer: the own one, then the others in rank order.
-
-        The others' lie in the blocks of the ranks before and after `peer` in its node: one wait each. The block of `peer` comes
-        last of all: who waited for it here would wait for a sum that needs this one.
-        """
+        """total = what the ranks of this node have for a chunk of a rail peer: the own one, then the others in rank order. The
+        others' lie in the blocks of the ranks before and after `peer`: one wait each. That of `peer` itself is a sum that needs
+        this one."""
         node = self._domain.topology.ranks_of(peer // self._domain.topology.local)
         for ranks in (range(node.start, peer), range(peer + 1, node.stop)):
             if ranks:
@@ -311,8 +307,7 @@ class FusedInterNodeGemmReduceScatter(InterNodeGemmReduceScatter):
 
 
 class InterNodeGemmAllToAll(_SendsResult, ChunkedGemmAllToAll):
-    """GEMM + A2A by the library. The columns of far ranks are multiplied first, and cross the network while the own node's
-    are."""
+    """GEMM + A2A by the library. The columns of far ranks are multiplied first, and cross while the own node's are."""
 
     _plan: InterNodePlan
     _call: NodeCall

@@ -50,8 +50,7 @@ class AcrossNodes(Reach):
 
     def collective_us(self, pass_: Pass, system: System) -> float:
         """An all-gather or reduce-scatter is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how
-        fast. The rings of a node leave it by all NICs of its ranks. An all-to-all sends to far ranks over each rank's own NIC.
-        """
+        fast. The rings of a node leave it by all NICs of its ranks, an all-to-all by each rank's own."""
         world, local, nbytes = pass_.world, pass_.world // self.nodes, pass_.sent_bytes
         if pass_.kind.exchanges:
             far = (world - local) / (world - 1) * nbytes / (system.nic_gbs * 1e3) + system.nic_us
@@ -61,8 +60,7 @@ class AcrossNodes(Reach):
         return system.nccl_us + hops + nbytes / (min(inside, local * system.nic_gbs) * 1e3)
 
     def estimate(self, pass_: Pass, how: Method, system: System, backward: bool = False) -> Estimate:
-        """What crosses the network is the slowest of all, or the GEMM is, which leaves some SMs to it. Partial sums cross as sums
-        of a node."""
+        """What crosses the network is the slowest of all, or the GEMM is. Partial sums cross as sums of a node."""
         kind, local = pass_.kind.engine, pass_.world // self.nodes
         again = backward and not kind.receives
         wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, MOST_SMS) if backward else 0.0
@@ -99,8 +97,7 @@ def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, n
 
 
 def _most_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
-    """Into how many products at most a method may cut what crosses between nodes of `local` GPUs, so that the tiles of each fill
-    the SMs of a GPU: one with fewer tiles takes as long as one of so many."""
+    """Into how many products at most a method may cut what crosses, so that the tiles of each fill the SMs of a GPU."""
     if how.multiplies and not pass_.kind.receives and local == 1:
         return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
     # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
@@ -111,10 +108,7 @@ def _most_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
 
 @dataclass(frozen=True)
 class InterNodePlan(EnginePlan):
-    """One pass in a group of `nodes` nodes.
-
-    send_sms, reduce_sms, wait_sms: the SMs that NCCL has, sums of this node's partials, and waits of one CTA.
-    """
+    """One pass in a group of `nodes` nodes. send_sms, reduce_sms, wait_sms: the SMs of NCCL, sums, and waits of one CTA."""
 
     nodes: int = 1
     send_recvs: tuple[SendRecv, ...] = ()

@@ -19,10 +19,8 @@ from ..symmetric import SymmetricHeap
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece goes: `receiver` writes it into the heap of `rank` at byte `data`, and then its signal at byte `signal`.
-
-    receiver: the sender's rail peer. rank: the receiver itself, or another rank of its node, whose memory it maps.
-    """
+    """Where a piece goes: the sender's rail peer `receiver` writes it into the heap of `rank`, of its node, at byte `data`, and
+    then its signal at byte `signal`."""
 
     receiver: int
     rank: int
@@ -69,16 +67,14 @@ class NodeCall(Call):
         self._orders: dict[tuple[int, ...], torch.Tensor] = {}
 
     def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
-        """The numbers of these blocks, int64 on the device, for a kernel. Made there: a copy from the host would wait for the
-        stream."""
+        """The numbers of these blocks, int64. Made on the device: a copy from the host would wait for the stream."""
         if blocks not in self._orders:
             numbers = [torch.arange(block, block + 1, device=self.blocks.device) for block in blocks]
             self._orders[blocks] = torch.cat(numbers)
         return self._orders[blocks]
 
     def _route(self, transfer: Transfer, tiles: int, pitch: int) -> Route:
-        """The copy engine's way for a transfer inside the node. What is passed on carries the word that came with it: of a call
-        that this rank is not in, too."""
+        """The copy engine's way for a transfer inside the node. What is passed on carries the word that came with it."""
         chunk = self._blocks(self.slot.node_memory[transfer.target])[transfer.fills].chunk(self.chunks)[transfer.chunk]
         signal = self.slot.words[transfer.target][transfer.fills, transfer.chunk : transfer.chunk + 1]
         if transfer.carries == LANDED:

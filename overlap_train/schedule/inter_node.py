@@ -20,8 +20,7 @@ from .order import LANDED, NVLINK, Topology, Transfer, Transfers, Unit, targets,
 
 @dataclass(frozen=True)
 class SendRecv:
-    """What a rank sends over the network, what it receives meanwhile, and the transfers that pass the latter on inside the
-    node."""
+    """What a rank sends over the network, what it receives meanwhile, and the transfers that pass the latter on."""
 
     sent: Transfer
     received: Transfer

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby, product, repeat
+from operator import attrgetter
 
 from .kinds import Kind
 
@@ -194,18 +195,15 @@ class Transfers:
     @cached_property
     def by_target(self) -> tuple[tuple[int, Transfers], ...]:
         """(target, its transfers) in order."""
-        return tuple(
-            (target, Transfers(tuple(transfers)))
-            for target, transfers in groupby(self.all, lambda transfer: transfer.target)
-        )
+        return self._grouped("target")
 
     @cached_property
     def by_block(self) -> tuple[tuple[int, Transfers], ...]:
         """(block, its transfers) in order."""
-        return tuple(
-            (block, Transfers(tuple(transfers)))
-            for block, transfers in groupby(self.all, lambda transfer: transfer.block)
-        )
+        return self._grouped("block")
+
+    def _grouped(self, field: str) -> tuple[tuple[int, Transfers], ...]:
+        return tuple((key, Transfers(tuple(some))) for key, some in groupby(self.all, attrgetter(field)))
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, Transfers]:
@@ -223,24 +221,21 @@ class Transfers:
     @cached_property
     def network(self) -> Transfers:
         """The transfers that cross the network."""
-        return Transfers(tuple(transfer for transfer in self.all if transfer.link == NETWORK))
+        return Transfers(tuple([one for one in self.all if one.link == NETWORK]))
 
     @cached_property
     def inside(self) -> Transfers:
         """The transfers inside the node that carry what this rank has itself."""
-        return Transfers(
-            tuple(transfer for transfer in self.all if transfer.link == NVLINK and transfer.carries == OPERAND)
-        )
+        return Transfers(tuple([one for one in self.all if one.link == NVLINK and one.carries == OPERAND]))
 
     @cached_property
     def passed_on(self) -> Transfers:
         """The transfers that pass on what has arrived from a rail peer."""
-        return Transfers(tuple(transfer for transfer in self.all if transfer.carries == ARRIVED))
+        return Transfers(tuple([one for one in self.all if one.carries == ARRIVED]))
 
 
 def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends. chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has
-    multiplied."""
+    """What rank `topology.rank` sends. chunks: of each block. tiled: a persistent kernel multiplies what copies send."""
     rank, node, after_tiles = topology.rank, topology.node, tiled and not kind.receives
     links = {target: NVLINK if target // topology.local == node else NETWORK for target in targets(topology)}
     if kind.gathers:

@@ -230,8 +230,8 @@ class Linear:
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept; None: dw is not
-        wanted. dx: where to write dx; None: it is not wanted."""
+        """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept. What is not
+        wanted is None."""
         dw = self.gradient()
         with self._timed(self.turn, False) if self.turn and dx is not None else _UNTIMED:
             if x is None or isinstance(x, list):
@@ -309,7 +309,7 @@ def heads_linear(
         wrong = weight_error(heads, w, bias, domain.world_size, terms.name)
         if wrong is not None:
             refuse(wrong, LINEAR_ALL_TO_ALL, group, terms.config, x.device, terms.name)
-        copies, terms = heads.sent_rows(domain.world_size, w.device), terms.also(heads.meaning)
+        copies, terms = heads.sent_rows(domain.world_size, w.device), terms.also(str(heads))
     if copies is not None:
         # At each call: nothing tells when a weight has changed. Optimizers write into buffers that parameters are views of.
         w_sent = w.detach().index_select(0, copies).requires_grad_(w.requires_grad)

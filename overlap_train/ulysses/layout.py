@@ -46,10 +46,8 @@ def is_captured(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of an attention, whose QKV weight has Megatron's order: for each KV head its query heads, then k, then v.
-
-    query, kv: numbers of heads (kv: Megatron's num_query_groups). dim: features of a head.
-    """
+    """The heads of an attention, whose QKV weight has Megatron's order: for each KV head its query heads, then k, then v. query,
+    kv: numbers of heads (kv: Megatron's num_query_groups). dim: features of a head."""
 
     query: int
     kv: int
@@ -59,11 +57,6 @@ class AttentionHeads:
     def features(self) -> int:
         """N of the QKV weight [N, K]."""
         return (self.query + 2 * self.kv) * self.dim
-
-    @cached_property
-    def meaning(self) -> str:
-        """As ranks compare it."""
-        return str(self)
 
     @property
     def per_group(self) -> int:

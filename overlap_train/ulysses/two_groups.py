@@ -54,8 +54,7 @@ class ShardedLinear(Linear):
 
     @staticmethod
     def _multiply(product: Callable[..., Any], part: Part, *operands: Any) -> Any:
-        """`product` of linear.py for a part. GEMMs of the library leave an exchange across nodes its SMs; kernels have that in
-        their plan."""
+        """`product` of linear.py for a part. GEMMs of the library leave an exchange across nodes its SMs, as kernels do."""
         with part.exchange.domain.span.products_beside(part.exchange.plan.fprop):
             return product(part.product, *operands)
 
@@ -158,8 +157,7 @@ class ShardedLinear(Linear):
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all parts in one tensor. One part is returned as it is, and not as a view, which autograd would refuse to have
-    written into."""
+    """The rows of all parts in one tensor; never a view, which autograd would refuse to have written into."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -200,9 +198,8 @@ def refuse_in_both(
 def nodes_of_groups(
     shards: SequenceShards, config: OverlapConfig | None, device: torch.device, name: str
 ) -> tuple[int, int]:
-    """How many nodes the Ulysses group and the TP group of a rank span: the worst answer of any rank of both, which communicate
-    at their first call. Other groups of the same job may lie otherwise: a TP group on one node, its neighbour on two. A rank that
-    went by its own two groups alone could send what a peer does not wait for."""
+    """How many nodes the Ulysses group and the TP group span: the worst answer of any rank of both, which communicate at their
+    first call. A rank that went by its own two groups alone could send what a peer does not wait for."""
     return _agreed_nodes(_domains(shards, config, device), name)
 
 
@@ -265,7 +262,7 @@ def sharded_linear(
     settings, copies = config or domains[0].config, None if heads is None else heads.sent_rows(shards.ranks, w.device)
     places = places_of(x, w, shards, settings, heads)
     if heads is not None:
-        terms = terms.also(heads.meaning)
+        terms = terms.also(str(heads))
     if len(places) > 1:
         terms = terms.in_parts(places[-1][-1])
     (carries, features), parts = _exchanged(x, shards, settings, heads), []
