@@ -185,9 +185,9 @@ class UlyssesSelfAttention(SelfAttention):
         # x: the rows of one context-parallel rank, or under sequence parallelism this tensor-parallel rank's part of them.
         rows = len(hidden_states) * ranks * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
         exchange = self._exchange(group, rows, cut_of(packed_seq_params, self.config), documents, hidden_states.device)
-        freqs = self._frequencies(rotary_pos_emb, rows, exchange, documents)
+        freqs = self._frequencies(rotary_pos_emb, exchange, documents)
         q, k, v = self._heads(hidden_states, exchange, freqs)
-        context = self._attended(q, k, v, self._mask(attention_mask, rows, exchange), packed_seq_params)
+        context = self._attended(q, k, v, self._mask(attention_mask, exchange), packed_seq_params)
         return self._projected(context, exchange)
 
     def _group(self, packed: Any) -> dist.ProcessGroup | None:
@@ -212,7 +212,7 @@ class UlyssesSelfAttention(SelfAttention):
         return Exchange(group, heads, layout, rows, device)
 
     def _frequencies(
-        self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None
+        self, rotary_pos_emb: Any, exchange: Exchange, documents: Documents | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The rotary frequencies of q and of k for all rows; None where this layer does not rotate."""
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
@@ -221,8 +221,7 @@ class UlyssesSelfAttention(SelfAttention):
         both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
         whole_pack = not self.config.apply_rope_fusion  # TransformerEngine's kernel begins anew with each document
         return tuple(
-            None if freqs is None else self.whole.frequencies(freqs, rows, exchange, documents, whole_pack)
-            for freqs in both
+            None if freqs is None else self.whole.frequencies(freqs, exchange, documents, whole_pack) for freqs in both
         )  # type: ignore[return-value]
 
     def _heads(
@@ -260,10 +259,10 @@ class UlyssesSelfAttention(SelfAttention):
             return x
         return apply_rotary_pos_emb(x, freqs, config=self.config, mscale=self._mscale, cp_group=self.pg_collection.cp)
 
-    def _mask(self, mask: torch.Tensor | None, rows: int, exchange: Exchange) -> torch.Tensor | None:
+    def _mask(self, mask: torch.Tensor | None, exchange: Exchange) -> torch.Tensor | None:
         """The attention mask of all rows. TransformerEngine ignores one beside a causal mask type; none is made for it."""
         ignored = self.attn_mask_type == AttnMaskType.causal and is_transformer_engines(self.core_attention)
-        return None if mask is None or ignored else self.whole.mask(mask, rows, exchange)
+        return None if mask is None or ignored else self.whole.mask(mask, exchange)
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, packed: Any

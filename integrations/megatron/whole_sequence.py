@@ -108,21 +108,22 @@ class WholeSequence:
         self.timeout_s = timeout_s
         self._answers: dict[str, OrderedDict[Any, tuple[Any, Any]]] = {kind: OrderedDict() for kind in _MOST_KEPT}
 
-    def mask(self, mask: torch.Tensor, rows: int, exchange: Exchange) -> torch.Tensor:
+    def mask(self, mask: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         """[b, 1, s, s] from the rows that this rank has, [b, 1, s/W, s]; anything else as it is."""
-        if mask.dim() < 3 or mask.size(-2) * exchange.ranks != rows or exchange.ranks == 1:
+        if mask.dim() < 3 or mask.size(-2) * exchange.ranks != exchange.rows or exchange.ranks == 1:
             return mask
         key = (_MASK, *_identity(mask), exchange.group, exchange.layout)
         return self._kept(key, mask, lambda: gathered(mask, mask.dim() - 2, exchange, self.timeout_s))
 
     def frequencies(
-        self, freqs: torch.Tensor, rows: int, exchange: Exchange, documents: Documents | None, whole_pack: bool
+        self, freqs: torch.Tensor, exchange: Exchange, documents: Documents | None, whole_pack: bool
     ) -> torch.Tensor:
         """Rotary frequencies [s, 1 or b, 1, r], a row for each row of the sequence. Raises ValueError for another number of rows.
 
         freqs: Megatron's: [s/W, ...], this rank's part, or [longest document, ...] of packed sequences. whole_pack: whether freqs
         of as many rows as all documents have count on from document to document.
         """
+        rows = exchange.rows
         key = (_FREQS, *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
         if documents is not None:
             positions = partial(_positions, len(freqs), rows, documents, whole_pack)

@@ -24,7 +24,6 @@ groups; each rank that hears it tells its other group.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -45,12 +44,9 @@ from .layout import AttentionHeads, SequenceShards
 from .parts import Part, cut, parts_that_hide, run_steps
 
 
-@dataclass(slots=True)
 class ShardedLinear(Linear):
     """One call of a Ulysses projection under tensor parallelism. weight: this TP rank's shard. copies: int64 [N'], which columns
-    of the product are sent, rank after rank. batch: rows of one position of a TP rank's shard. tensor: TP ranks."""
-
-    tensor: int = 1
+    of the product are sent, rank after rank. batch: rows of one position of a TP rank's shard."""
 
     @staticmethod
     def _multiply(product: Callable[..., Any], part: Part, *operands: Any) -> Any:
@@ -76,8 +72,8 @@ class ShardedLinear(Linear):
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        dx, dw = [], None if x is None else self.gradient()
-        batch = self.batch * (self.tensor if self.parts[0].product.keeps else 1)
+        dx, dw, product = [], None if x is None else self.gradient(), self.parts[0].product
+        batch = self.batch * (product.domain.world_size if product.keeps else 1)
 
         def multiplied(part: Part, receiver: AllToAllGemm) -> None:
             blocks = receiver.received_view()  # whatever is frozen here
@@ -285,7 +281,7 @@ def sharded_linear(
         parts.append(Part(first, last, *ops))
     if terms.on_plan is not None:
         terms.on_plan(parts[0].product.plan, None)
-    linear = ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), tensor=shards.tensor)
+    linear = ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x))
     if heads is None or bias is None:
         return linear, None
     return linear, (bias if copies is None else bias[copies]).chunk(shards.ranks)[shards.rank]
