@@ -4,8 +4,7 @@
     linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
 W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
-in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call is Megatron's forward. Only the class
-of a built module changes: parameters and checkpoint keys stay.
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Only the class of a built module changes.
 
 Where tensor parallelism (TP) divides the weights, a long sequence passes in parts: the product of one hides the exchange of
 another. Where that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.

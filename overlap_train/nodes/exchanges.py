@@ -21,10 +21,10 @@ MOST_UNDER_WAY = 2  # one crosses the network while the one before it is passed 
 
 class Exchanges:
     """The exchanges of one call, in order, at most two of them under way: the oldest arrives before another one starts. Of a
-    reduce-scatter all may be: nothing is passed on, and nothing waits for what comes before the call's end.
+    reduce-scatter all may be, because nothing is passed on.
 
-    What is for another rank of this node comes into two receive buffers in turn. Made before the engine is told
-    `send_after_this`: until then the caller's stream may still use the memory of these buffers.
+    What is for another rank of this node comes into two receive buffers in turn. They are made before the engine is told
+    `send_after_this`: until then the caller's stream may still use their memory.
 
     Exchanges of an earlier call of the operator cross first, all of them: of a column linear's backward x, for which the weight
     gradient waits while dx crosses. Exchange by exchange in turns, x would be complete only with the last of dx.

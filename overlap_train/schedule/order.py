@@ -104,10 +104,8 @@ def strip_order(
 
     Strips are numbered through the chunks of a run. So a tile's strips may be of two chunks: it belongs to the last one's and
     comes before the others of that. A strip that is missing at the end of a run counts as one of the run's last chunk.
-
-    gather: block s is the shard of rank s. scatter: block d are the rows of rank d; gemm_a2a: its columns. a2a_gemm: there is the
-    own block only. interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would
-    otherwise hit the same destination, halve its ingress bandwidth, and stay skewed.
+    interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would otherwise hit the
+    same destination, halve its ingress bandwidth, and stay skewed.
     """
     units = _units(kind, topology, chunks)
     starts = range(0, len(units), strips.run)
@@ -163,14 +161,13 @@ OPERAND, ARRIVED, NODE_SUM, LANDED = "operand", "arrived", "node sum", "landed" 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills block `fills`.
+    """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills block `fills`. The
+    signal is that of (fills, chunk) there.
 
     link: what carries it; from the network `Topology.receiver` takes it, for itself or for the target. block: 0 where the source
-    is one shard for all, else whose rows or columns they are. after_tiles: the chunk's tiles must be stored first; else it may
-    leave at once. fills: the sender's block, except where it acts for a rail peer. carries: OPERAND, from what the caller has or
-    its tiles; ARRIVED, passed on out of the own slot once it is there; NODE_SUM, once this node's partial sums of the block are
-    there and added; LANDED, passed on out of a receive buffer, into which it came for the target (SendRecv alone has such
-    transfers). The signal is that of (fills, chunk) at the target.
+    is one shard for all. after_tiles: the chunk's tiles must be stored first. fills: the sender's block, except where it acts for
+    a rail peer. carries: OPERAND, from what the caller has or its tiles; ARRIVED, passed on out of the own slot once it is there;
+    NODE_SUM, once this node's partial sums of the block are added; LANDED, passed on out of a receive buffer.
     """
 
     link: str

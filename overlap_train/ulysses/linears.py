@@ -5,7 +5,7 @@ a `tp_group`, divided.
     all_to_all_linear, attention_output_linear  forward  A2A(x) + GEMM dgrad  GEMM + A2A       wgrad  A2A(x), sent again or kept
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is the sequence); K input, N output features.
-Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attention; linear.py for how passes overlap.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -131,11 +131,9 @@ def qkv_all_to_all(
     are computed in fp32, and each is rounded to the dtype of x.
 
     With a `tp_group` of T ranks weights are divided over it, and x over both groups: x is one of T equal parts of this rank's
-    shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. A long sequence passes in
-    parts; the product of one, which gathers x over `tp_group`, hides the exchange of another.
+    shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank.
 
-    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Each shard is padded to the
-    longest, and padding costs what rows cost: 6000 and 2000 rows on two ranks as much as 12000 rows.
+    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Padding costs what rows cost.
 
     Args:
         shards: who has which rows; the same as of attention_output_linear.
