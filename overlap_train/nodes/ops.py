@@ -205,9 +205,8 @@ class _SendsResult:
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         self._product(block, chunk)
-        inside = self._plan.transfers.inside
-        if (place := inside.places.get((block, chunk))) is not None:
-            self._engine.push(self._blocks, [self._call.routes(inside)[place]])
+        if (stays := self._plan.transfers.inside.by_unit.get((block, chunk))) is not None:
+            self._engine.push(self._blocks, self._call.routes(stays))
 
     def _launch(self, operands: ScatterOperands) -> None:
         """Launch the kernel that fills `_blocks`, and enqueue what leaves, in the order of its tiles."""

@@ -211,11 +211,6 @@ class Transfers:
         return {unit: Transfers(tuple(some)) for unit, some in found.items()}
 
     @cached_property
-    def places(self) -> Mapping[Unit, int]:
-        """(block, chunk) -> where its transfer stands among these, of which no two carry the same."""
-        return {(transfer.block, transfer.chunk): place for place, transfer in enumerate(self.all)}
-
-    @cached_property
     def network(self) -> Transfers:
         """The transfers that cross the network."""
         return Transfers(tuple([one for one in self.all if one.link == NETWORK]))
