@@ -78,6 +78,40 @@ def connect_rail_peers(
     return on_all_ranks(make, agreement, CONNECT, end)
 
 
+def add_blocks(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
+) -> None:
+    """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. sms: that
+    it may hold; 0: all, with the same bits."""
+    values = (own.data_ptr(), y.data_ptr())
+    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
+    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
+
+
+def _add_launch(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
+) -> Launch:
+    from ..kernels.add_blocks import WARPS, add_blocks_kernel
+
+    programs, block = grid_of(own, len(order), sms)
+    arguments = dict(
+        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
+        pitch=received.stride(0), abort_ptr=call.abort,
+    )  # fmt: skip
+    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
+    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
+
+
+def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
+    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
+    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
+
+    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
+    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
+    tiles = -(-size // block)
+    return min(sms or tiles, tiles), block
+
+
 class InterNodeEngine(CopyEngine, ABC):
     """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on.
 
@@ -87,6 +121,7 @@ class InterNodeEngine(CopyEngine, ABC):
     """
 
     network: Any
+    add = staticmethod(add_blocks)
     _sending: Any = None  # streams
     _arriving: Any = None
 
@@ -167,13 +202,6 @@ class InterNodeEngine(CopyEngine, ABC):
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         """Copy what is here to other ranks of the node, each piece before its signal."""
 
-    @abstractmethod
-    def add(
-        self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-    ) -> None:
-        """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, which are here, in that order, summed in fp32. sms:
-        that it may hold; 0: all, with the same bits."""
-
     def barrier(self, call: NodeCall, topology: Topology) -> None:
         """Tell all rail peers that this rank has come: chunk 0 of its block, without data; and let their words arrive."""
         nothing = call.blocks.flatten()[:0]
@@ -183,39 +211,6 @@ class InterNodeEngine(CopyEngine, ABC):
         for step in (self.start_exchange, self.arrive):
             for exchange in exchanges:
                 step(exchange)
-
-
-def add_blocks(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-) -> None:
-    """InterNodeEngine.add on a GPU."""
-    values = (own.data_ptr(), y.data_ptr())
-    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
-    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
-
-
-def _add_launch(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
-) -> Launch:
-    from ..kernels.add_blocks import WARPS, add_blocks_kernel
-
-    programs, block = grid_of(own, len(order), sms)
-    arguments = dict(
-        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
-        pitch=received.stride(0), abort_ptr=call.abort,
-    )  # fmt: skip
-    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
-    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
-
-
-def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
-    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
-    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
-
-    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
-    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
-    tiles = -(-size // block)
-    return min(sms or tiles, tiles), block
 
 
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
@@ -228,8 +223,6 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._ordered, self._ends = driver.new_event(), (driver.new_event(), driver.new_event())
         self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
-
-    add = staticmethod(add_blocks)
 
     def products(self, sm_margin: int) -> AbstractContextManager[None]:
         return self._blas.sparing(sm_margin)

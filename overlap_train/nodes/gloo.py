@@ -133,8 +133,9 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         for route in routes:
             run_push(route.push(source))
 
+    @staticmethod
     def add(
-        self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
+        call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
     ) -> None:
         total = own.to(torch.float32, copy=True)
         for block in order:
