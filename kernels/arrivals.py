@@ -6,8 +6,8 @@ circle. So the stream waits, then count_arrivals_kernel counts the chunks that a
 product's kernel takes the tiles of these and ends. The next launch goes on after the next wait, because tiles are claimed from
 the same counter (nodes/ops.py). For chunks of its own node a kernel waits: copies bring them, without SMs.
 
-All CTAs of a launch take what was counted before it. If each looked for itself, a CTA that started late would see more chunks,
-and multiply them alone while the others have left. The last launch takes all: if a wait has given up, its own waits write NaN.
+All CTAs of a launch take what was counted before it: a CTA that started late would else see more chunks, and multiply them
+alone. The last launch takes all: if a wait has given up, its own waits write NaN.
 """
 
 import triton

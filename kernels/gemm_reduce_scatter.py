@@ -8,11 +8,10 @@ GEMM + ReduceScatter: its last tiles add what the peers have sent.
     y         [M/W, N] = own partial + the peers' partials in rank order, summed in fp32
 
 Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per destination and chunk tells the copy engine when
-its rows are complete. Or (DIRECT) there is no staging: tiles, for all peers in turn, are stored at the peer, and whoever counts
-the last tile of a chunk sends the signal, which needs neither copies nor host time. The own rows come last: their epilogue is
-the reduction (docs/design.md, GEMM+RS). The own partial is the first term because it is in the accumulator already: a second
-[BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread. Without REDUCE nobody waits here: y is the own partial, to which
-reduce_partials_kernel adds the others, after what the caller does meanwhile.
+its rows are complete. Or (DIRECT) tiles are stored at the peer, and whoever counts the last tile of a chunk sends the signal. The
+own rows come last: their epilogue is the reduction. The own partial is the first term because it is in the accumulator already: a
+second [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread. Without REDUCE nobody waits here: y is the own partial, to
+which reduce_partials_kernel adds the others.
 
 With EXCHANGE (GEMM + AllToAll) a destination picks columns of b, not rows of a, and there is nothing to add:
 

@@ -6,8 +6,7 @@
     words [W, block] at each rank     block s is written by rank s; a block has a word for every 4 bytes
 
 Every CTA first sends until nothing is left to be sent, then receives its part. What is sent is claimed: one resident CTA sends
-all of it before it waits for anybody, so others may start as late as SMs are free (rule 4). What is received need not be claimed,
-because a CTA that waits for peers owes them nothing.
+all of it before it waits for anybody (rule 4). What is received need not be claimed.
 
 Tensors come as units of 4 bytes (PER_WORD 1), or of 2 where blocks end or start between (PER_WORD 2).
 """

@@ -109,15 +109,13 @@ class OverlapConfig:
     )
     network_sms: int = _setting(
         0,
-        "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: as many as "
-        "the network needs, which is measured when the nodes are connected; all communication then holds 16 at most",
+        "SMs that NCCL may hold to send between nodes, of GPUs only; products that run meanwhile leave them alone. 0: 8",
         rule=_SMS,
     )
     reduce_sms: int = _setting(
         0,
         "SMs that the sum of a node's partial products may hold between nodes, of GPUs only; products that run meanwhile leave "
-        "them alone. 0: the fewest with which it is as fast as the network, which is measured when the nodes are connected; all "
-        "communication then holds 16 at most",
+        "them alone. 0: 7",
         rule=_SMS,
     )
     tuning_dir: str = _setting(

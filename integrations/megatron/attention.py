@@ -3,7 +3,7 @@
     x [s/W, b, h] -> QKV projection and exchange -> q, k, v of all s rows and heads / W, in the order of the sequence
       -> norms of q and k -> rotary positions -> core attention -> exchange and output projection -> [s/W, b, h]
 
-The exchange's own pass takes norms and rotary positions where it can (norm.py). The core attention has context parallelism 1, all
+The exchange's own pass takes rotary positions where no norm comes before them. The core attention has context parallelism 1, all
 rows, and the heads of one rank. W: context-parallel ranks; with tensor parallelism x is [s / (W tp), b, h] and heads are those of
 one tensor-parallel rank. Parameters, their names and the checkpoint are SelfAttention's.
 """
@@ -23,12 +23,12 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.attention import Attention, CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 
 from overlap_train import AttentionHeads, Rotary, SequenceLayout
 from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, broken_rule, comm_type
 from overlap_train.integrations.megatron.linears import Model, chunks_of
-from overlap_train.integrations.megatron.norm import norm_within
 from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges
 from overlap_train.integrations.megatron.whole_sequence import (
@@ -63,8 +63,8 @@ def is_transformer_engines(core: Any) -> bool:
 
 
 def without_group(packed: PackedSeqParams | None) -> PackedSeqParams | None:
-    """The PackedSeqParams for the core attention, which has all rows: a copy without context-parallel group and size, with which
-    TransformerEngine's would turn its own context parallelism on; or `packed` itself where it has none."""
+    """The PackedSeqParams for the core attention, which has all rows: without context-parallel group and size, with which
+    TransformerEngine's would turn its own context parallelism on."""
     if packed is None or (getattr(packed, "cp_group", None) is None and getattr(packed, "local_cp_size", None) is None):
         return packed
     own = copy.copy(packed)
@@ -185,9 +185,9 @@ class UlyssesSelfAttention(SelfAttention):
         # x: the rows of one context-parallel rank, or under sequence parallelism this tensor-parallel rank's part of them.
         rows = len(hidden_states) * ranks * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
         exchange = self._exchange(group, rows, cut_of(packed_seq_params, self.config), documents, hidden_states.device)
-        freqs = self._frequencies(rotary_pos_emb, rows, exchange, documents)
+        freqs = self._frequencies(rotary_pos_emb, exchange, documents)
         q, k, v = self._heads(hidden_states, exchange, freqs)
-        context = self._attended(q, k, v, self._mask(attention_mask, rows, exchange), packed_seq_params)
+        context = self._attended(q, k, v, self._mask(attention_mask, exchange), packed_seq_params)
         return self._projected(context, exchange)
 
     def _group(self, packed: Any) -> dist.ProcessGroup | None:
@@ -209,10 +209,10 @@ class UlyssesSelfAttention(SelfAttention):
         problem = layout.error(rows, ranks, name) or heads.error(ranks, "cp_group")
         if problem is not None and ranks > 1:
             raise ValueError(f"{problem} (Ulysses, context parallelism {ranks})")
-        return self.whole.exchange(group, heads, layout, rows, device)
+        return Exchange(group, heads, layout, rows, device)
 
     def _frequencies(
-        self, rotary_pos_emb: Any, rows: int, exchange: Exchange, documents: Documents | None
+        self, rotary_pos_emb: Any, exchange: Exchange, documents: Documents | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The rotary frequencies of q and of k for all rows; None where this layer does not rotate."""
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
@@ -221,8 +221,7 @@ class UlyssesSelfAttention(SelfAttention):
         both = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
         whole_pack = not self.config.apply_rope_fusion  # TransformerEngine's kernel begins anew with each document
         return tuple(
-            None if freqs is None else self.whole.frequencies(freqs, rows, exchange, documents, whole_pack)
-            for freqs in both
+            None if freqs is None else self.whole.frequencies(freqs, exchange, documents, whole_pack) for freqs in both
         )  # type: ignore[return-value]
 
     def _heads(
@@ -231,13 +230,13 @@ class UlyssesSelfAttention(SelfAttention):
         """q, k and v of all rows, normalised and rotated."""
         linear = self.linear_qkv
         if exchanges(linear) and linear.reason(x, exchange) is None:
-            norm, norms_follow = norm_within(self.q_layernorm, self.k_layernorm, linear.weight)
-            rotary = None if norms_follow else self._rotary_within(freqs)
-            q, k, v = linear.to_heads(x, exchange, norm, rotary)
+            norms = (self.q_layernorm, self.k_layernorm)
+            are_normalised = any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
+            rotary = None if are_normalised else self._rotary_within(freqs)
+            q, k, v = linear.to_heads(x, exchange, rotary)
             if rotary is not None:
                 return q, k, v
-            if norms_follow:
-                q, k = (x if norm is None else norm(x) for norm, x in ((self.q_layernorm, q), (self.k_layernorm, k)))
+            q, k = (x if norm is None else norm(x) for norm, x in zip(norms, (q, k), strict=True))
         else:
             q, k, v = self.get_query_key_value_tensors(x)
             q, k, v = collective_to_heads(q, k, v, exchange)
@@ -255,16 +254,15 @@ class UlyssesSelfAttention(SelfAttention):
         return _yarn_get_concentration_factor_from_config(self.config)
 
     def _rotated(self, x: torch.Tensor, freqs: torch.Tensor | None) -> torch.Tensor:
-        """x rotated by Megatron's own function, if there are freqs. Each row has its own: nothing of documents or ranks is
-        needed."""
+        """x rotated by Megatron's own function, if there are freqs: one for each row."""
         if freqs is None:
             return x
         return apply_rotary_pos_emb(x, freqs, config=self.config, mscale=self._mscale, cp_group=self.pg_collection.cp)
 
-    def _mask(self, mask: torch.Tensor | None, rows: int, exchange: Exchange) -> torch.Tensor | None:
+    def _mask(self, mask: torch.Tensor | None, exchange: Exchange) -> torch.Tensor | None:
         """The attention mask of all rows. TransformerEngine ignores one beside a causal mask type; none is made for it."""
         ignored = self.attn_mask_type == AttnMaskType.causal and is_transformer_engines(self.core_attention)
-        return None if mask is None or ignored else self.whole.mask(mask, rows, exchange)
+        return None if mask is None or ignored else self.whole.mask(mask, exchange)
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, packed: Any

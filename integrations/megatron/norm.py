@@ -1,24 +1,16 @@
-"""RMSNorm and LayerNorm for sequence parallelism, and which norms of q and k an exchange's own pass can do.
+"""RMSNorm and LayerNorm for sequence parallelism.
 
 Under sequence parallelism every rank normalises its own rows [s/W, b, h], so the gradient of the scale is a partial sum. Megatron
 reduces it over the tensor-parallel group only for parameters that carry `sequence_parallel = True`. Parameters are named `weight`
 (and `bias`), as in Megatron's own norms, so checkpoints are the same.
-
-The pass of an exchange can do RMSNorms over a head's features with nobody watching them but Megatron's DDP: with
---overlap-param-gather a forward pre-hook of each module waits for its gathered weights, and the pass calls these hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from megatron.core.extensions import transformer_engine as megatron_te
-from megatron.core.transformer.identity_op import IdentityOp
-
-from overlap_train import QkNorm
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -87,53 +79,3 @@ def _scale_and_input(weight: torch.Tensor, x: torch.Tensor, zero_centered: bool)
     if x.dtype == weight.dtype:
         return weight, x
     return weight.float(), x.float()
-
-
-HOOKS = ("_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GATHERING = "DistributedDataParallel._make_forward_pre_hook.<locals>."  # functions that are defined there
-
-NewNorm = Callable[[], QkNorm]
-
-
-def norm_within(q_norm: Any, k_norm: Any, weight: torch.Tensor) -> tuple[NewNorm | None, bool]:
-    """Decide who normalises q and k: the exchange's own pass, both of them, or the modules after it.
-
-    Returns:
-        A function that makes the norms of the pass, of the modules' own parameters, or None; and whether the modules must be
-        called after the exchange. The function is to be called after the linear's forward pre-hooks: in these Megatron's DDP
-        waits for weights in their order.
-
-    Args:
-        weight: of the linear; q and k have its dtype and device.
-    """
-    if all(norm is None or isinstance(norm, IdentityOp) for norm in (q_norm, k_norm)):
-        return None, False
-    how = _how(q_norm, weight)
-    if how is None or how != _how(k_norm, weight):
-        return None, True
-
-    def gathered() -> QkNorm:
-        for norm in (q_norm, k_norm):  # with --overlap-param-gather these hooks wait for the gathered weights
-            for hook in norm._forward_pre_hooks.values():
-                hook(norm, ())
-        return QkNorm(q_norm.weight, k_norm.weight, *how)
-
-    return gathered, False
-
-
-def _how(norm: Any, weight: torch.Tensor) -> tuple[float, bool] | None:
-    """(eps, zero_centered) of an RMSNorm, torch's, ours or TransformerEngine's, that the pass can do; None: the module must be
-    called, because it is another norm, of another dtype or device than `weight`, or has hooks besides those of Megatron's DDP."""
-    if type(norm) in (torch.nn.RMSNorm, RMSNorm):
-        zero_centered = getattr(norm, "zero_centered", False)
-    elif megatron_te.HAVE_TE and type(norm) is megatron_te.te.pytorch.RMSNorm:
-        zero_centered = norm.zero_centered_gamma
-    else:
-        return None
-    names = [getattr(hook, "__qualname__", "") for hook in norm._forward_pre_hooks.values()]
-    is_watched = not all(name.startswith(_GATHERING) for name in names) or any(getattr(norm, hooks) for hooks in HOOKS)
-    if norm.weight is None or not norm.eps or is_watched or norm.weight.dim() != 1:
-        return None
-    return (
-        (norm.eps, zero_centered) if (norm.weight.dtype, norm.weight.device) == (weight.dtype, weight.device) else None
-    )

@@ -4,8 +4,7 @@
     linear_proj   to_rows     x [s, b, K/W] -> y [s/W, b, N]                          all-to-all + GEMM
 
 W: context-parallel ranks. The attention calls these two methods. They run as calls of the module, after its forward pre-hooks:
-in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Any other call is Megatron's forward. Only the class
-of a built module changes: parameters and checkpoint keys stay.
+in those Megatron's DDP waits for gathered weights (--overlap-param-gather). Only the class of a built module changes.
 
 Where tensor parallelism (TP) divides the weights, a long sequence passes in parts: the product of one hides the exchange of
 another. Where that cannot be (`why_apart`), the linear overlaps over TP alone, and the exchange is a collective.
@@ -23,7 +22,6 @@ import torch.distributed as dist
 
 from overlap_train import (
     AttentionHeads,
-    QkNorm,
     Rotary,
     SequenceLayout,
     SequenceShards,
@@ -41,6 +39,7 @@ from overlap_train.integrations.megatron.linears import (
     overlapped_forms,
     te_feature,
 )
+from overlap_train.ulysses.layout import kept
 from overlap_train.ulysses.two_groups import nodes_of_groups, places_of
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -51,19 +50,28 @@ class Exchange:
     """One call's exchange between sequence shards and head shards.
 
     group: the context-parallel ranks; None where the call has none. heads: of all ranks of the group, and of this
-    tensor-parallel rank. layout: how the ranks share the sequence. order: which row of the sequence each row of each rank is,
-    rank after rank; places: where each row of the sequence is among these. Both on the device of the activations.
+    tensor-parallel rank. layout: how the ranks share the sequence, of `rows` rows. device: of the activations.
     """
 
     group: dist.ProcessGroup | None
     heads: AttentionHeads
     layout: SequenceLayout
-    order: torch.Tensor
-    places: torch.Tensor
+    rows: int
+    device: torch.device
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def order(self) -> torch.Tensor:
+        """Which row of the sequence each row of each rank is, rank after rank."""
+        return self.layout.rows_of_ranks(self.rows, self.ranks, self.device).flatten()
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Where each row of the sequence is in `order`."""
+        return _places(self.device, self.layout, self.rows, self.ranks)
 
     def shards(self, tp_group: dist.ProcessGroup | None) -> SequenceShards:
         """Who has which rows, for the operators. tp_group: of the linear that exchanges."""
@@ -98,8 +106,7 @@ def parts_of_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> int:
 
 
 class _Exchanging:
-    """Makes a linear of a Ulysses attention exchange within its product. Mixed in before a linear class of Megatron's or
-    TransformerEngine's."""
+    """Makes a linear of a Ulysses attention exchange within its product. Mixed in before its class."""
 
     overlap: LinearOverlap
     # What the call under way does, where it is not Megatron's linear.
@@ -134,18 +141,15 @@ class _Exchanging:
         finally:
             self._instead = None
 
-    def to_heads(
-        self: Any, x: torch.Tensor, exchange: Exchange, norm: Callable[[], QkNorm] | None, rotary: Rotary | None
-    ) -> Heads:
-        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, normalised and rotated. For a
-        call of which `reason` is None. norm: makes the norms of q and k; called after the module's forward pre-hooks."""
+    def to_heads(self: Any, x: torch.Tensor, exchange: Exchange, rotary: Rotary | None) -> Heads:
+        """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence, rotated. For a call of which
+        `reason` is None."""
 
         def product(x: torch.Tensor) -> Heads:
             overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
             q, k, v = qkv_all_to_all(
                 normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
-                qk_norm=None if norm is None else norm(), rotary=rotary,
-                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+                rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
             )  # fmt: skip
             return overlap.watched(q), k, v
 
@@ -163,6 +167,11 @@ class _Exchanging:
             return overlap.watched(y), returned
 
         return self._call(x, product)
+
+
+@kept
+def _places(device: torch.device, layout: SequenceLayout, rows: int, ranks: int) -> torch.Tensor:
+    return layout.rows_of_ranks(rows, ranks, device).flatten().argsort()
 
 
 @cache

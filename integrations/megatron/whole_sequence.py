@@ -9,7 +9,7 @@ at once: sequences over TP that are too short for parts, and linears that have n
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import all_to_all
 
-from overlap_train import AttentionHeads, OverlapConfig, OverlapTimeoutError, Rotary, SequenceLayout
+from overlap_train import OverlapConfig, OverlapTimeoutError, Rotary
 from overlap_train.group.registry import made_domain
 from overlap_train.group.signals import poll
 from overlap_train.integrations.megatron.packed import Documents
@@ -70,10 +70,8 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
 
 
 def collective_to_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Heads:
-    """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence from [s/W, b, heads, dim].
-
-    k and v of a head that several ranks need go to each of them; autograd adds their gradients.
-    """
+    """q [s, b, query/W, dim], k and v [s, b, max(1, kv/W), dim] in the order of the sequence from [s/W, b, heads, dim]. k and v
+    of a head that several ranks need go to each of them; autograd adds their gradients."""
     ranks = exchange.ranks
     if ranks == 1:
         return q, k, v
@@ -96,49 +94,36 @@ def collective_to_rows(context: torch.Tensor, exchange: Exchange) -> torch.Tenso
 
 
 _MASK, _FREQS, _ROTARY = "mask", "freqs", "rotary"
-# Of each kind 8, but less of what is large and new with each micro-batch: a mask [b, 1, s, s] has 1 GiB at 32768 tokens, the
-# frequencies of a pack, their cosines and their sines 64 MiB each at 131072. Where micro-batches alternate (recomputation in a
-# pipeline), each change makes them again. Two: of q and of k.
+# Few of each kind, because they are large, and may be new with each micro-batch: a mask [b, 1, s, s] has 1 GiB at 32768 tokens,
+# the frequencies of a pack, their cosines and their sines 64 MiB each at 131072. Where micro-batches alternate (recomputation in
+# a pipeline), each change makes them again. Two: of q and of k.
 _MOST_KEPT = {_MASK: 1, _FREQS: 2, _ROTARY: 2}
 
 
 class WholeSequence:
-    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with.
-
-    timeout_s: how long ranks wait for each other's parts.
-    """
+    """One for the layers of a model: keeps the last few answers of each kind, which a key begins with. timeout_s: how long ranks
+    wait for each other's parts."""
 
     def __init__(self, timeout_s: float = OverlapConfig.timeout_s) -> None:
         self.timeout_s = timeout_s
-        self._answers: defaultdict[str, OrderedDict[Any, tuple[Any, Any]]] = defaultdict(OrderedDict)
+        self._answers: dict[str, OrderedDict[Any, tuple[Any, Any]]] = {kind: OrderedDict() for kind in _MOST_KEPT}
 
-    def exchange(
-        self, group: dist.ProcessGroup | None, heads: AttentionHeads, layout: SequenceLayout, rows: int,
-        device: torch.device,
-    ) -> Exchange:  # fmt: skip
-        """Of a sequence, or of a pack, of `rows` rows over the ranks of `group`."""
-
-        def answer() -> Exchange:
-            order = layout.rows_of_ranks(rows, 1 if group is None else group.size(), device).flatten()
-            return Exchange(group, heads, layout, order, order.argsort())
-
-        return self._kept(("exchange", group, heads, layout, rows, device), None, answer)
-
-    def mask(self, mask: torch.Tensor, rows: int, exchange: Exchange) -> torch.Tensor:
+    def mask(self, mask: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         """[b, 1, s, s] from the rows that this rank has, [b, 1, s/W, s]; anything else as it is."""
-        if mask.dim() < 3 or mask.size(-2) * exchange.ranks != rows or exchange.ranks == 1:
+        if mask.dim() < 3 or mask.size(-2) * exchange.ranks != exchange.rows or exchange.ranks == 1:
             return mask
         key = (_MASK, *_identity(mask), exchange.group, exchange.layout)
         return self._kept(key, mask, lambda: gathered(mask, mask.dim() - 2, exchange, self.timeout_s))
 
     def frequencies(
-        self, freqs: torch.Tensor, rows: int, exchange: Exchange, documents: Documents | None, whole_pack: bool
+        self, freqs: torch.Tensor, exchange: Exchange, documents: Documents | None, whole_pack: bool
     ) -> torch.Tensor:
         """Rotary frequencies [s, 1 or b, 1, r], a row for each row of the sequence. Raises ValueError for another number of rows.
 
         freqs: Megatron's: [s/W, ...], this rank's part, or [longest document, ...] of packed sequences. whole_pack: whether freqs
         of as many rows as all documents have count on from document to document.
         """
+        rows = exchange.rows
         key = (_FREQS, *_identity(freqs), rows, exchange.group, exchange.layout, documents, whole_pack)
         if documents is not None:
             positions = partial(_positions, len(freqs), rows, documents, whole_pack)
@@ -168,7 +153,7 @@ class WholeSequence:
             return answer()
         kept = self._answers[key[0]]
         if key not in kept:
-            while len(kept) >= _MOST_KEPT.get(key[0], 8):
+            while len(kept) >= _MOST_KEPT[key[0]]:
                 kept.popitem(last=False)  # before another is made: both may not fit
             with torch.inference_mode(False):
                 kept[key] = answer(), holds

@@ -103,15 +103,13 @@ class OperatorScope:
 class OneNode:
     """A group whose ranks map each other's memory.
 
-    staged_blocks: blocks of symmetric memory that a rank holds beside its slots, to send from. network_gbs: GB/s of the network
-    between nodes in each direction; 0: none, or not measured. graphs: whether CUDA graphs may hold its slots.
+    staged_blocks: blocks of symmetric memory that a rank holds beside its slots, to send from. graphs: whether CUDA graphs may
+    hold its slots.
     """
 
     reach = "node"  # of TABLE in ops/table.py
     staged_blocks = 0
-    network_gbs = 0.0
     graphs = True
-    is_connected = True  # nothing has to be
 
     def __init__(self, domain: OverlapDomain) -> None:
         self.domain = domain
@@ -135,10 +133,6 @@ class OneNode:
         """Scope of library products that leave SMs to what a pass of the plan `started` sends and adds meanwhile; None: nothing
         is under way. Engines have one around their own products."""
         return OUTSIDE
-
-    def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with what the connected network was measured to need."""
-        return config
 
 
 class OverlapDomain:

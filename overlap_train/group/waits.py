@@ -79,7 +79,7 @@ class BoundedWaits:
         call.launches.run(("receive", at % 16 == 0), (at,), partial(self._receive_launch, call, own))
 
     def _receive_launch(self, call: Call, own: torch.Tensor) -> Launch:
-        from ..kernels.own_block import wait_and_keep_kernel
+        from ..kernels.signal import wait_and_keep_kernel
 
         size, arguments = own.numel(), self._arguments(call, 0) | dict(count=self.world_size)
         arguments |= dict(own_ptr=own, kept_ptr=call.blocks[self.rank], size=size)

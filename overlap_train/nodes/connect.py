@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
-from ..config import OverlapConfig, flag_name
+from ..config import flag_name
 from ..gpu.driver import Blas
 from ..gpu.launch import Launcher
 from ..group.domain import OneNode, barrier
@@ -18,16 +17,13 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from ..ops.plan import EnginePlan
 from ..schedule.order import Topology
-from ..select.system import System
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
-from ..symmetric.agreement import say_on_rank_0
-from .engines import InterNodeEngine
+from .engines import InterNodeEngine, StreamEngine
 from .gloo import GlooTransport, HostEngine
-from .measure import connect
-from .nccl import NcclEngine, NcclTransport
-from .nvshmem import PUT_GBS, NvshmemEngine, NvshmemPuts
+from .nccl import NcclTransport
+from .nvshmem import NvshmemPuts
+from .plan import sms_of_network
 from .slots import NodeCall, NodeSlot
-from .sm_budget import SmBudget, in_words
 
 
 class NodeWaits(BoundedWaits):
@@ -41,8 +37,7 @@ class NodeWaits(BoundedWaits):
         self.topology, self._engine, self.barrier = topology, engine, self.barrier_in_two_steps
 
     def barrier_in_two_steps(self, call: Call) -> None:
-        """The rail peers meet, then the ranks of each node: who hears from a rank of the own node knows that its rail peers are
-        here."""
+        """The rail peers meet, then the ranks of each node: who hears from one of these knows that its rail peers are here."""
         assert isinstance(call, NodeCall)
         topology = self.topology
         call.next_epoch()
@@ -97,16 +92,6 @@ class SeveralNodes(OneNode):
     def staged_blocks(self) -> int:  # type: ignore[override]
         return int(self.by_nvshmem)
 
-    @property
-    def is_connected(self) -> bool:  # type: ignore[override]
-        return isinstance(self.domain.engine, InterNodeEngine)
-
-    @property
-    def network_gbs(self) -> float:  # type: ignore[override]
-        """GB/s that the network carries in each direction, the same on all ranks. Measured where NCCL connects the nodes."""
-        engine = self.domain.engine
-        return engine.gbs if isinstance(engine, InterNodeEngine) else 0.0
-
     def products_beside(self, started: EnginePlan | None) -> AbstractContextManager[None]:
         engine = self.domain.engine
         if started is None or not started.slots or not started.sm_margin:
@@ -125,17 +110,6 @@ class SeveralNodes(OneNode):
             )
         return provider
 
-    def settled(self, config: OverlapConfig) -> OverlapConfig:
-        """`config` with the network_sms and reduce_sms of the connected nodes, which are measured if the config says 0.
-
-        On CPUs and, before the nodes are connected, during a capture it is `config` itself. Collective at its first use: it
-        connects the nodes.
-        """
-        if not self.domain.on_gpu or (self.domain.is_capturing() and not self.is_connected):
-            return config
-        engine = self.engine()
-        return replace(config, network_sms=engine.network.sms, reduce_sms=engine.reduce_sms)
-
     def engine(self) -> InterNodeEngine:
         """The engine that carries data between the nodes. Its first use makes it and connects the nodes; collective."""
         domain = self.domain
@@ -151,22 +125,13 @@ class SeveralNodes(OneNode):
         agreement, device, fault = domain.agreement, domain.device, domain.fault
         if domain.launcher is None:
             return HostEngine(config.timeout_s, GlooTransport(agreement, topology, config.timeout_s, fault), fault)
-        driver, budget = domain.launcher.driver, SmBudget(topology.local, config.network_sms, config.reduce_sms)
-        with ExitStack() as opened:  # what fails leaves no communicator open, and no thread that watches it
-            network: NvshmemPuts | NcclTransport = NvshmemPuts(driver)
-            gbs = PUT_GBS
-            if not self.by_nvshmem:
-                by = partial(NcclTransport, agreement, topology, device, config.timeout_s, fault)
-                network, gbs = connect(agreement, topology, device, budget, by, fault)
-                opened.callback(network.close, orderly=False)
-            sms = budget.for_sums(network.sms, gbs, System.of(device).sum_sm_gbs)
-            say_on_rank_0(domain.rank, in_words(network.sms, sms))
-            if self.by_nvshmem:
-                engine: InterNodeEngine = NvshmemEngine(device, driver, network, fault, Blas(device), sms)
-            else:
-                engine = NcclEngine(device, driver, network, fault, Blas(device), sms, gbs)
-            opened.pop_all()
-        return engine
+        driver = domain.launcher.driver
+        network: NvshmemPuts | NcclTransport = NvshmemPuts(driver)
+        if not self.by_nvshmem:
+            network = NcclTransport(
+                agreement, topology, device, config.timeout_s, fault, sms_of_network(config, device)
+            )
+        return StreamEngine(device, driver, network, fault, Blas(device))
 
     def new_memory(self, layout: Layout) -> tuple[SymmetricHeap, Workspace]:
         domain, topology, engine = self.domain, self.domain.topology, self.engine()
@@ -175,7 +140,7 @@ class SeveralNodes(OneNode):
         heap = heap_by(self.provider(), domain.agreement, nbytes, domain.device, node, self.by_nvshmem)
         if isinstance(engine, HostEngine):
             engine.network.attach({rank: heap.view(rank) for rank in node})
-        elif isinstance(engine, NvshmemEngine):
+        elif self.by_nvshmem:
             engine.network.attach(heap.view(topology.rank), layout.nbytes)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # every rank receives into the new heap now
         waits = NodeWaits(topology, domain.config.timeout_s, domain.fault, engine, domain.launcher)

@@ -1,16 +1,10 @@
-"""What moves data in a group that spans nodes: the copy engine inside the node, and what sends and receives between nodes.
+"""What moves data in a group that spans nodes: the copy engine inside the node, and a transport between nodes.
 
     sending     adds up partial sums, where there are any, and starts what goes to other nodes, in order
     arriving    waits for what has come from other nodes, and passes it on inside the node
 
-These two are streams on GPUs; in CPU processes the caller does both. Nothing else waits for the network but the products that
-need it, and they as inside a node. The operators enqueue the same steps for every engine:
-
-    HostEngine       CPU processes, by gloo (gloo.py): a piece, then its signal, go into the heap of the rank that they are for
-    NvshmemEngine    GPUs, by NVSHMEM (nvshmem.py): the same. Nobody has to say what it expects
-    NcclEngine       GPUs, by NCCL (nccl.py): a send to one rail peer and a receive from another, as one group. It writes into the
-                     memory of its own rank only. What is for another rank of the node comes into a receive buffer, and the
-                     arriving stream copies it on: data, then the sender's word
+These two are streams on GPUs (StreamEngine); in CPU processes the caller does both (HostEngine). Nothing else waits for the
+network but the products that need it, and they as inside a node. The operators enqueue the same steps for every engine.
 """
 
 from __future__ import annotations
@@ -46,22 +40,10 @@ CONNECT = "overlap_train: connect the nodes of the group"  # what ranks do while
 MOST_MARKED = 3  # products that are enqueued before what sends them: at most two, and the one that is sent next
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Data, contiguous and perhaps none, and the word that becomes their signal, int64 [1]; both in memory of the GPU."""
-
-    data: torch.Tensor
-    word: torch.Tensor
-
-
 @dataclass
 class Exchange:
-    """A piece that is sent, and one that is received.
-
-    make: fills `source`, in the order of what is sent; None: it is filled. buffer: where to receive what is for another rank of
-    this node, once all that `arrive` was called for is passed on; None: in its place in the own slot. work: what a transport
-    returned.
-    """
+    """A piece that is sent, and one that is received. make: fills `source`. buffer: where to receive what is for another rank of
+    this node, once all that `arrive` was called for is passed on; else it comes to its place. work: what a transport returned."""
 
     call: NodeCall
     exchanged: SendRecv
@@ -96,20 +78,52 @@ def connect_rail_peers(
     return on_all_ranks(make, agreement, CONNECT, end)
 
 
+def add_blocks(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
+) -> None:
+    """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. sms: that
+    it may hold; 0: all, with the same bits."""
+    values = (own.data_ptr(), y.data_ptr())
+    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
+    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
+
+
+def _add_launch(
+    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
+) -> Launch:
+    from ..kernels.add_blocks import WARPS, add_blocks_kernel
+
+    programs, block = grid_of(own, len(order), sms)
+    arguments = dict(
+        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
+        pitch=received.stride(0), abort_ptr=call.abort,
+    )  # fmt: skip
+    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
+    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
+
+
+def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
+    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
+    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
+
+    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
+    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
+    tiles = -(-size // block)
+    return min(sms or tiles, tiles), block
+
+
 class InterNodeEngine(CopyEngine, ABC):
     """A copy engine whose operators end when what goes to other nodes has left, and what comes has arrived and is passed on.
 
-    What it does by itself is what CPU processes need: there the caller's work is done when it is told of it.
-
-    needs_buffers: whether what is for another rank of this node comes to this one first. reduce_sms: that the sum of this node's
-    partials may hold; in nodes of one rank there is none. gbs: GB/s that the network carries in each direction, if that was
-    measured.
+    network: carries exchanges between this rank and its rail peers. Where it needs_buffers, what is for another rank of this node
+    comes into a receive buffer, out of which the engine copies data, then the sender's word. Else a piece, then its signal, go
+    into the heap of the rank that they are for.
     """
 
-    needs_buffers = False
-    reduce_sms = 0
-    gbs = 0.0
-    network: Any  # its transport
+    network: Any
+    add = staticmethod(add_blocks)
+    _sending: Any = None  # streams
+    _arriving: Any = None
 
     def __init__(self) -> None:
         self._unfinished: list[Exchanges] = []
@@ -144,8 +158,7 @@ class InterNodeEngine(CopyEngine, ABC):
         self.push(source, routes)
 
     def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
-        """Hold what sends until a kernel has stored so many tiles of a chunk. Of a kernel that has been launched: what stood
-        before it in its hardware queue would wait for good."""
+        """Hold what sends until a kernel, which has been launched, has stored so many tiles of a chunk."""
 
     def mark(self) -> int:
         """What the caller has computed so far, for `send_after`: until MOST_MARKED marks later."""
@@ -158,23 +171,36 @@ class InterNodeEngine(CopyEngine, ABC):
         """Let what is sent from now on leave after what the caller has computed so far."""
         self.send_after(self.mark())
 
-    @abstractmethod
     def start_exchange(self, exchange: Exchange) -> None:
         """Start to send, and to receive, after what was started before."""
+        with self._in(self._sending):
+            if exchange.make is not None:
+                exchange.make()
+            self.network.start(exchange)
 
-    @abstractmethod
     def arrive(self, exchange: Exchange) -> None:
         """Let its data arrive. After them its chunk has a signal (rule 1: data first), and is passed on in the node. Who reads
         what came into a buffer compares its word."""
+        call, exchanged = exchange.call, exchange.exchanged
+        with self._in(self._arriving):
+            self._come(exchange)
+            if exchange.buffer is not None:
+                self._pass_on(call.routes(exchanged.passed_on), exchange.buffer)
+            elif exchanged.passes_on:
+                # Bounded, and it notices a rail peer that is in another call.
+                call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
+                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
 
     @abstractmethod
-    def add(
-        self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-    ) -> None:
-        """y = own [rows, N] + received [W, rows, N] of the blocks in `order`, in that order, summed in fp32. They are here.
+    def _in(self, stream: Any) -> AbstractContextManager[None]:
+        """Bracket in which `stream` is the current one."""
 
-        sms: that it may hold; 0: all, with the same bits.
-        """
+    def _come(self, exchange: Exchange) -> None:
+        """Hold the current stream until what a transport has brought beside the slot is there, and give it its signal."""
+
+    @abstractmethod
+    def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
+        """Copy what is here to other ranks of the node, each piece before its signal."""
 
     def barrier(self, call: NodeCall, topology: Topology) -> None:
         """Tell all rail peers that this rank has come: chunk 0 of its block, without data; and let their words arrive."""
@@ -187,57 +213,19 @@ class InterNodeEngine(CopyEngine, ABC):
                 step(exchange)
 
 
-def add_blocks(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
-) -> None:
-    """InterNodeEngine.add on a GPU."""
-    values = (own.data_ptr(), y.data_ptr())
-    key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
-    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
-
-
-def _add_launch(
-    call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int
-) -> Launch:
-    from ..kernels.add_blocks import WARPS, add_blocks_kernel
-
-    programs, block = grid_of(own, len(order), sms)
-    arguments = dict(
-        own_ptr=own, received_ptr=received, order_ptr=call.order(tuple(order)), y_ptr=y, size=own.numel(),
-        pitch=received.stride(0), abort_ptr=call.abort,
-    )  # fmt: skip
-    constants = dict(COUNT=len(order), BLOCK=block, num_warps=WARPS)
-    return Launch(add_blocks_kernel, (programs,), arguments, constants, (("own_ptr",), ("y_ptr",)))
-
-
-def grid_of(own: torch.Tensor, count: int, sms: int) -> tuple[int, int]:
-    """(programs, BLOCK) of add_blocks_kernel for `count` blocks like `own`. sms: that it may hold, one a program; 0: all."""
-    from ..kernels.add_blocks import MOST_OF_64_KIB, ON_ALL_SMS, ON_FEW_SMS
-
-    size, nbytes = own.numel(), ON_FEW_SMS if sms and count <= MOST_OF_64_KIB else ON_ALL_SMS
-    block = min(nbytes // own.element_size(), 1 << (size - 1).bit_length())
-    tiles = -(-size // block)
-    return min(sms or tiles, tiles), block
-
-
 class StreamEngine(StreamCopyEngine, InterNodeEngine):
-    """The engines of GPUs: a stream each for what is sent and for what arrives."""
+    """The engine of GPUs: a stream each for what is sent and for what arrives."""
 
-    def __init__(
-        self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord,
-        blas: Blas | None = None, reduce_sms: int = 0, gbs: float = 0.0,
-    ) -> None:  # fmt: skip
+    def __init__(self, device: torch.device, driver: CudaDriver, network: Any, fault: FaultRecord, blas: Blas) -> None:
         StreamCopyEngine.__init__(self, device, driver)
         InterNodeEngine.__init__(self)
-        self.network, self._fault, self._blas, self.reduce_sms, self.gbs = network, fault, blas, reduce_sms, gbs
+        self.network, self._fault, self._blas = network, fault, blas
         self._sending, self._arriving = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
         self._ordered, self._ends = driver.new_event(), (driver.new_event(), driver.new_event())
         self._products = cycle([driver.new_event() for _ in range(MOST_MARKED)])
 
-    add = staticmethod(add_blocks)
-
     def products(self, sm_margin: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._blas is None else self._blas.sparing(sm_margin)
+        return self._blas.sparing(sm_margin)
 
     def push_counted(self, source: torch.Tensor, routes: list[Route]) -> None:
         self._enqueue(source, routes)
@@ -252,29 +240,30 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
         return mark
 
     def send_after(self, mark: int) -> None:
-        self._driver.check(self._driver.wait_event(self._sending.cuda_stream, mark, 0))
+        # If the arriving stream looked for a piece before the call's epoch has begun, the epoch before would make it seem to be
+        # there.
+        for stream in (self._sending, self._arriving):
+            self._driver.check(self._driver.wait_event(stream.cuda_stream, mark, 0))
 
     def start_exchange(self, exchange: Exchange) -> None:
         self._held.append(exchange.source)
         if exchange.buffer is not None:
             self._held.append(exchange.buffer)
             self._order(self._arriving.cuda_stream, self._sending.cuda_stream)
-        with self._driver.in_stream(self._sending):
-            if exchange.make is not None:
-                exchange.make()
-            self._send(exchange)
+        super().start_exchange(exchange)
 
-    @abstractmethod
-    def _send(self, exchange: Exchange) -> None:
-        """Enqueue an exchange in the current stream."""
+    def _in(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return self._driver.in_stream(stream)
 
-    def arrive(self, exchange: Exchange) -> None:
-        call, exchanged = exchange.call, exchange.exchanged
-        if exchanged.passes_on:
-            with self._driver.in_stream(self._arriving):
-                # Bounded, and it notices a rail peer that is in another call.
-                call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
-                self._pass_on(call.routes(exchanged.passed_on), call.blocks)
+    def _come(self, exchange: Exchange) -> None:
+        if exchange.work is None:
+            return
+        exchange.work.arrive()
+        if exchange.buffer is None:
+            received = exchange.exchanged.received
+            signal, word = exchange.call.signal_of(received.fills, received.chunk), exchange.call.crossed(received)
+            stream = self._arriving.cuda_stream
+            self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, stream))
 
     def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
         start, stream = source.data_ptr(), self._arriving.cuda_stream

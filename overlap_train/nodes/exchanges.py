@@ -21,11 +21,10 @@ MOST_UNDER_WAY = 2  # one crosses the network while the one before it is passed 
 
 class Exchanges:
     """The exchanges of one call, in order, at most two of them under way: the oldest arrives before another one starts. Of a
-    reduce-scatter all may be: nothing is passed on, and nothing waits for what comes before the call's end.
+    reduce-scatter all may be, because nothing is passed on.
 
-    What is for another rank of this node comes into two receive buffers in turn. The exchange after the next writes into the same
-    one; the engine holds it until this one has arrived and is passed on. Made before the engine is told `send_after_this`: until
-    then the caller's stream may still use the memory of these buffers.
+    What is for another rank of this node comes into two receive buffers in turn. They are made before the engine is told
+    `send_after_this`: until then the caller's stream may still use their memory.
 
     Exchanges of an earlier call of the operator cross first, all of them: of a column linear's backward x, for which the weight
     gradient waits while dx crosses. Exchange by exchange in turns, x would be complete only with the last of dx.
@@ -51,7 +50,7 @@ class Exchanges:
         self._has_begun = self._follows = False
 
     def _needs_buffer(self, exchanged: SendRecv) -> bool:
-        return exchanged.for_another and self._engine.needs_buffers
+        return exchanged.for_another and self._engine.network.needs_buffers
 
     def start(self) -> None:
         """Start the first exchange of an operand."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from ..group.copy_engine import HostCopyEngine, run_push
+from ..group.copy_engine import HostCopyEngine, Route, run_push
 from ..group.signals import FaultRecord
-from ..schedule.inter_node import SendRecv
 from ..schedule.order import Topology
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from .engines import Exchange, InterNodeEngine, connect_rail_peers
@@ -25,11 +25,11 @@ _CLOSE_S = 5.0
 
 
 class GlooTransport:
-    """Carries pieces by gloo's send and receive, in a process group of this rank and its rail peers. A thread for each receives.
+    """Carries pieces in a process group of this rank and its rail peers. A thread for each of these receives: a header (place,
+    bytes, word), the data into their place, which may be in the heap of another rank of this node; then it stores the word (rule
+    1)."""
 
-    A piece is a header (place, bytes, word) and its data. The thread receives the data into their place, and then stores the word
-    (rule 1). The place may be in the heap of another rank of this node: that rank needs no connection of its own to the sender.
-    """
+    needs_buffers = False
 
     def __init__(self, agreement: Agreement, topology: Topology, timeout_s: float, fault: FaultRecord) -> None:
         self._topology, self._limit, self._fault = topology, timedelta(seconds=timeout_s), fault
@@ -48,12 +48,11 @@ class GlooTransport:
         """From now on write what peers send into these heaps (uint8) of the ranks of this node. No peer sends meanwhile."""
         self._heaps = heaps
 
-    def put(self, source: torch.Tensor, place: Place, word: int) -> None:
-        """Enqueue `source`, then the signal `word`, and return.
+    def start(self, exchange: Exchange) -> None:
+        self.put(exchange.source, exchange.call.place(exchange.exchanged.sent), exchange.call.word)
 
-        Raises:
-            OverlapTimeoutError: the connection is lost.
-        """
+    def put(self, source: torch.Tensor, place: Place, word: int) -> None:
+        """Enqueue `source`, then the signal `word`. Raises OverlapTimeoutError where the connection is lost."""
         data = source.detach().reshape(-1).view(torch.uint8)
         header = torch.tensor(
             [place.rank, place.data, data.numel(), place.signal, word], dtype=torch.int64, device="cpu"
@@ -70,11 +69,7 @@ class GlooTransport:
         self._under_way.append((work, target, piece))
 
     def join(self) -> None:
-        """Return when all sources are free again.
-
-        Raises:
-            OverlapTimeoutError: they are not in time, or the connection is lost.
-        """
+        """Return when all sources are free again. Raises OverlapTimeoutError if they are not in time."""
         for work, target, _ in self._under_way:
             try:
                 work.wait(self._limit)
@@ -110,7 +105,6 @@ class GlooTransport:
             return
 
     def close(self, orderly: bool) -> None:
-        """End. orderly: the peers do the same, and nothing is under way."""
         if not orderly:
             return  # the receivers end with their connections, at the latest with this process
         goodbye = torch.tensor([0, 0, _GOODBYE, 0, 0], dtype=torch.int64, device="cpu")
@@ -131,24 +125,17 @@ class HostEngine(HostCopyEngine, InterNodeEngine):
         InterNodeEngine.__init__(self)
         self.network, self._fault = network, fault
 
-    def start_exchange(self, exchange: Exchange) -> None:
-        if exchange.make is not None:
-            self._fault.check()  # or it would wait as long once more
-            exchange.make()
-        self.network.put(exchange.source, exchange.call.place(exchange.exchanged.sent), exchange.call.word)
+    def _in(self, stream: Any) -> AbstractContextManager[None]:
+        self._fault.check()  # or it would wait as long once more
+        return nullcontext()
 
-    def arrive(self, exchange: Exchange) -> None:
-        if exchange.exchanged.passes_on:
-            self._pass_on(exchange.call, exchange.exchanged)
+    def _pass_on(self, routes: list[Route], source: torch.Tensor) -> None:
+        for route in routes:
+            run_push(route.push(source))
 
-    def _pass_on(self, call: NodeCall, exchanged: SendRecv) -> None:
-        self._fault.check()
-        call.wait_chunk(exchanged.received.fills, exchanged.received.chunk)
-        for route in call.routes(exchanged.passed_on):
-            run_push(route.push(call.blocks))
-
+    @staticmethod
     def add(
-        self, call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
+        call: NodeCall, own: torch.Tensor, received: torch.Tensor, order: list[int], y: torch.Tensor, sms: int = 0
     ) -> None:
         total = own.to(torch.float32, copy=True)
         for block in order:

@@ -24,7 +24,7 @@ from ..schedule.inter_node import SendRecv
 from ..schedule.order import Topology
 from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from ..symmetric.bounded import bounded
-from .engines import CONNECT, Exchange, Piece, StreamEngine, connect_rail_peers
+from .engines import CONNECT, Exchange, connect_rail_peers
 
 _LOOK_S = 0.5
 _QUEUED_S = 3600.0  # that an exchange may stand behind other work: torch's watchdog counts from when the host enqueues
@@ -46,7 +46,7 @@ class NcclExchange:
 
     def is_late(self, timeout_s: float) -> bool:
         """Whether so many seconds have passed since it could start. Asked of the oldest exchange alone: before, the one in front
-        of it ran. What the stream had to do before takes as long as it takes, and no rail peer is late for it."""
+        of it ran."""
         if self._began is None:
             # CUDA's errors are reported to whoever synchronises; with one the exchange counts as begun.
             with contextlib.suppress(RuntimeError):
@@ -56,14 +56,21 @@ class NcclExchange:
         return time.monotonic() - self._began > timeout_s
 
 
+def pieces_of(exchange: Exchange) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(what is sent, where what comes meanwhile belongs): data, and the word that becomes their signal."""
+    call, received = exchange.call, exchange.exchanged.received
+    into = call.chunk_of(received.fills, received.chunk) if exchange.buffer is None else exchange.buffer
+    return [(exchange.source, into), (call.slot.epoch, call.crossed(received))]
+
+
 class NcclTransport:
-    """A communicator of the rail peers of this rank: nothing else travels in it.
+    """A communicator of the rail peers of this rank. NCCL waits without end. Therefore a thread watches the oldest exchange, and
+    what the waits of this rank have found. If either has failed, it ends the communicator: no stream hangs.
 
-    NCCL waits without end. Therefore a thread watches the oldest exchange, and what the waits of this rank have found. If either
-    has failed, it ends the communicator: no stream hangs, and the error that names a rank comes first.
-
-    sms: how many CTAs NCCL may have, each of which holds an SM.
+    sms: how many CTAs NCCL may have, each of which holds an SM. Half of them send while the others receive.
     """
+
+    needs_buffers = True
 
     def __init__(
         self,
@@ -74,17 +81,17 @@ class NcclTransport:
         fault: FaultRecord,
         sms: int,
     ) -> None:
-        self._topology, self._timeout_s, self._fault, self.sms = topology, timeout_s, fault, sms
+        self._topology, self._timeout_s, self._fault = topology, timeout_s, fault
         self._under_way: deque[NcclExchange] = deque()
         self._ended = threading.Event()
         self._callers = agreement.callers(range(topology.rank % topology.local, topology.world, topology.local))
-        connect = partial(self._connect, device)
+        connect = partial(self._connect, device, sms)
         self._group = connect_rail_peers(agreement, topology, "NCCL", connect, lambda group: group.abort())
         threading.Thread(target=self._watch, name="overlap_train between nodes", daemon=True).start()
 
-    def _connect(self, device: torch.device, store: dist.Store) -> Any:
+    def _connect(self, device: torch.device, sms: int, store: dist.Store) -> Any:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # before the products' next wave of CTAs
-        options.config.max_ctas = self.sms
+        options.config.max_ctas = sms
         # In clusters of four, as NCCL's kernels come by themselves, they would wait for four free SMs of one GPC. A kernel that
         # waits for them leaves some anywhere.
         options.config.cga_cluster_size = 1
@@ -99,22 +106,19 @@ class NcclTransport:
                 raise
         return group
 
-    def exchange(self, exchanged: SendRecv, sent: Piece, received: Piece) -> NcclExchange:
-        """Enqueue a send to the rail peer in the node of `exchanged.sent.target`, and a receive from
-        `exchanged.received.source`, after what the current stream has been given so far. They wait for nothing that comes after
-        them in this rank's order of exchanges."""
+    def start(self, exchange: Exchange) -> None:
+        """Enqueue a send to the rail peer in the node of `sent.target`, and a receive from `received.source`, as one group."""
         if self._ended.is_set():
             self._fault.check()
-        local, group, ready = self._topology.local, self._group, torch.cuda.Event()
+        local, group, ready, exchanged = self._topology.local, self._group, torch.cuda.Event(), exchange.exchanged
         ready.record()
         group._start_coalescing()
-        for out, into in ((sent.data, received.data), (sent.word, received.word)):
+        for out, into in pieces_of(exchange):
             if out.numel():
                 group.send([out], exchanged.sent.target // local, 0)
                 group.recv([into], exchanged.received.source // local, 0)
-        found = NcclExchange(group._end_coalescing(), exchanged, ready)
-        self._under_way.append(found)
-        return found
+        exchange.work = NcclExchange(group._end_coalescing(), exchanged, ready)
+        self._under_way.append(exchange.work)
 
     def _watch(self) -> None:
         leave_captures_alone()
@@ -139,7 +143,6 @@ class NcclTransport:
         )
 
     def close(self, orderly: bool) -> None:
-        """End. orderly: the peers do the same, and nothing is under way; else what is under way ends at once."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -148,29 +151,3 @@ class NcclTransport:
                 self._group.shutdown()
         else:
             self._group.abort()
-
-
-class NcclEngine(StreamEngine):
-    """The engine of GPUs whose data cross the network by NCCL: rail peers exchange, and both take part."""
-
-    needs_buffers = True
-    network: NcclTransport
-
-    def _send(self, exchange: Exchange) -> None:
-        call, exchanged, into = exchange.call, exchange.exchanged, exchange.buffer
-        received = exchanged.received
-        if into is None:
-            into = call.chunk_of(received.fills, received.chunk)
-        sent = Piece(exchange.source, call.slot.epoch)
-        exchange.work = self.network.exchange(exchanged, sent, Piece(into, call.crossed(received)))
-
-    def arrive(self, exchange: Exchange) -> None:
-        call, received, arriving = exchange.call, exchange.exchanged.received, self._arriving.cuda_stream
-        with self._driver.in_stream(self._arriving):
-            exchange.work.arrive()
-            if exchange.buffer is not None:
-                self._pass_on(call.routes(exchange.exchanged.passed_on), exchange.buffer)
-                return
-            signal, word = call.signal_of(received.fills, received.chunk), call.crossed(received)
-            self._driver.check(self._driver.copy(signal.data_ptr(), word.data_ptr(), 8, arriving))
-        super().arrive(exchange)

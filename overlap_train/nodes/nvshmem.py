@@ -1,7 +1,7 @@
 """NVSHMEM between the GPUs of different nodes: a rank puts data and their signal into the memory of any other.
 
-Only the sender acts, and no SM takes part: network cards read and write. They can read symmetric memory only, so data are copied
-there first. A card carries 50 GB/s, the copy 3700.
+No SM takes part: network cards read and write, symmetric memory only. So data are copied there first. A card carries 50 GB/s,
+the copy 3700.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ from typing import Any
 import torch
 
 from ..gpu.driver import CudaDriver
-from .engines import Exchange, StreamEngine
+from .engines import Exchange
 from .slots import Place
 
-# Of a card, one for each GPU. Not measured: when the nodes are connected there is no memory to put into yet.
-PUT_GBS = 50.0
 _WORD = 1 << 64  # NVSHMEM takes signals as unsigned numbers
 
 
 class NvshmemPuts:
     """Carries pieces between the ranks of NVSHMEM's world, which are those of the group."""
 
-    sms = 0  # that its kernels hold: there are none
+    needs_buffers = False
 
     def __init__(self, driver: CudaDriver, bindings: Any = None) -> None:
-        """Keep the driver and the module nvshmem.bindings. bindings None: it is imported when there is memory. A rank that lacks
-        it was named before."""
+        """bindings: the module nvshmem.bindings; None: it is imported when there is memory."""
         self._driver, self._bindings = driver, bindings
 
     def attach(self, memory: torch.Tensor, staging: int) -> None:
@@ -37,11 +34,13 @@ class NvshmemPuts:
         self._set = int(self._bindings.Signal_op.SIGNAL_SET)
         self._start, self._staging, self._room = memory.data_ptr(), staging, memory.numel() - staging
 
-    def put(self, source: torch.Tensor, place: Place, word: int, stream: int) -> None:
-        """Enqueue a put of `source`, contiguous and perhaps empty, then of the signal `word`, into the memory of `place.rank`.
+    def start(self, exchange: Exchange) -> None:
+        self.put(exchange.source, exchange.call.place(exchange.exchanged.sent), exchange.call.word)
 
-        The source is copied first, when the put of the one before it has read the staging memory: a stream runs both in order.
-        """
+    def put(self, source: torch.Tensor, place: Place, word: int) -> None:
+        """Enqueue a put of `source`, contiguous and perhaps empty, then of the signal `word`. The source is copied first, when
+        the put before has read the staging memory."""
+        stream = self._driver.current_stream()
         signal, nbytes = self._start + place.signal, source.numel() * source.element_size()
         told = (signal, word % _WORD, self._set, place.rank, stream)
         if not nbytes:
@@ -54,20 +53,3 @@ class NvshmemPuts:
 
     def close(self, orderly: bool) -> None:
         """Do nothing: NVSHMEM's world ends when all domains have ended (nvshmem.py: finalize)."""
-
-
-class NvshmemEngine(StreamEngine):
-    """The engine of GPUs whose data cross the network by NVSHMEM: only the sender acts."""
-
-    network: NvshmemPuts
-
-    def send_after(self, mark: int) -> None:
-        """Let what is sent or passed on from now on come after what is marked. If the arriving stream looked for a piece before
-        the call's epoch has begun, the epoch before would make it seem to be there. An exchange of NCCL needs no such order:
-        what it sends orders it."""
-        super().send_after(mark)
-        self._driver.check(self._driver.wait_event(self._arriving.cuda_stream, mark, 0))
-
-    def _send(self, exchange: Exchange) -> None:
-        call = exchange.call
-        self.network.put(exchange.source, call.place(exchange.exchanged.sent), call.word, self._sending.cuda_stream)

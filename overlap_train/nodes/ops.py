@@ -1,27 +1,15 @@
 """The operators of groups that span nodes: some chunks are multiplied while the next ones are on the network.
 
-`chunked`, by the library:
+    `chunked`   by the library: an operand's chunks are multiplied as they come, a result's leave after their products. The own
+                node's products hide what crosses
+    `fused`     by one persistent kernel, launched again for what has come: for the own node's rows, then for each chunk of a far
+                node (AG + GEMM); for each chunk (A2A + GEMM). Of a result it runs once, and each chunk leaves when its tiles are
+                counted
 
-    AG + GEMM     exchange 1, own node's products, then for a few chunks at a time (schedule/order.py: chunks_after_own): let
-                  their exchanges arrive, multiply them; further exchanges are enqueued in between
-    A2A + GEMM    exchange 1, the own node's products, then for each chunk: let its exchange arrive, multiply it; with the blocks
-                  before it where they are shallow. Further exchanges are enqueued in between
-    GEMM + RS     for each chunk of a far rail peer: multiply, add what the node's ranks have for it, start its exchange; the own
-                  node's products in between. The sums of the other nodes arrive last
-    GEMM + A2A    for each chunk of a far rank: multiply, let the exchange before the last arrive, start its own; the own node's
-                  products in between
-
-`fused`, by one persistent kernel, launched again for what has come: for the own node's rows, then for each chunk of a far node
-(AG + GEMM); for each chunk (A2A + GEMM). Of a result it runs once; then, in the order of its tiles, each chunk leaves after its
-tiles are counted.
-
-A rank exchanges with its rail peers. What it receives for another rank of its node it passes on (engines.py). All ranks enqueue
-the same steps in the same order (schedule/inter_node.py), so that rail peers start their exchanges alike, and whatever a step
-waits for was enqueued, everywhere, in it or before. Some exchanges of a result start after a weight gradient, where there is one.
-
-No product's kernel waits for the network (kernels/arrivals.py): waits of one warp do. What runs concurrently with the kernel
-finds room on the SMs that it leaves (EnginePlan.sm_margin). Nothing that waits for the kernel's tiles stands before it in a
-hardware queue.
+All ranks enqueue the same steps in the same order (schedule/inter_node.py), so that rail peers start their exchanges alike, and
+whatever a step waits for was enqueued, everywhere, in it or before. No product's kernel waits for the network
+(kernels/arrivals.py). What runs beside a kernel finds room on the SMs that it leaves (EnginePlan.sm_margin). Nothing that waits
+for the kernel's tiles stands before it in a hardware queue.
 """
 
 from __future__ import annotations
@@ -29,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import torch
 
@@ -43,7 +30,7 @@ from ..ops.gemm_a2a import ChunkedGemmAllToAll, FusedGemmAllToAll, new_blocks
 from ..ops.gemm_rs import ChunkedGemmReduceScatter
 from ..ops.launch import GatherOperands, ScatterOperands
 from ..schedule.kinds import Kind
-from ..schedule.order import Transfer, chunks_after_own, multiplied_together
+from ..schedule.order import Transfer
 from .engines import InterNodeEngine
 from .exchanges import Exchanges, Sent
 from .plan import InterNodePlan
@@ -96,8 +83,7 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
         self._send_blocks(self._own[None])
 
     def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
-        """Multiply blocks of the own node whole, and those of each far node a few chunks at a time (order.py: chunks_after_own),
-        in the order in which they come."""
+        """Multiply blocks of the own node whole, and those of each far node chunk by chunk, in the order in which they come."""
         world = self._domain.world_size
         y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
         with self._engine.products(self._plan.send_sms):
@@ -112,13 +98,13 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
             self._exchanges.go_ahead(done, world)
             call.wait(source)
             torch.mm(call.blocks[source], b_kn, out=blocks[source])
-        for node, chunks in product(range(1, topology.nodes), chunks_after_own(topology, call.chunks)):
-            turn = (node - 1) * call.chunks
-            self._exchanges.go_ahead(call.chunks + turn + chunks[0], call.chunks * topology.nodes)
-            self._exchanges.bring(turn + chunks[-1] + 1)
-            first = node * topology.local - 1
+        for turn in range((topology.nodes - 1) * call.chunks):
+            self._exchanges.go_ahead(call.chunks + turn, call.chunks * topology.nodes)
+            self._exchanges.bring(turn + 1)
+            node, chunk = divmod(turn, call.chunks)
+            rows, first = call.chunk_rows(chunk), (node + 1) * topology.local - 1
             for source in self._plan.sources[first : first + topology.local]:
-                rows = call.wait_chunks(source, chunks)
+                call.wait_chunk(source, chunk)
                 torch.mm(call.blocks[source][rows], b_kn, out=blocks[source][rows])
 
     def gathered_view(self) -> torch.Tensor:
@@ -151,53 +137,31 @@ class InterNodeAllToAllGemm(_SendsOperand, ChunkedAllToAllGemm):
         self._send_blocks(self._sent)
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self._b_blocks = b_kn.chunk(self._domain.world_size, dim=0)
         with self._engine.products(self._plan.send_sms):
-            y.copy_(self._sum_of_blocks())
+            y.copy_(self._sum_of_blocks(b_kn.chunk(self._domain.world_size, dim=0)))
         self._arrived = True
         return y
 
-    def _sum_of_blocks(self) -> torch.Tensor:
+    def _sum_of_blocks(self, b_blocks: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The products of all blocks with their rows of b, in fp32, in the order in which they arrive."""
-        topology = self._domain.topology
-        first, *others = multiplied_together(topology, self._plan.together)
-        total, done = product_in_fp32(*self._of_own_node(first)), len(first)
-        for blocks in others:
-            if done < topology.local:
-                self._exchanges.go_ahead(done, topology.world)
-                add_product_in_fp32(total, *self._of_own_node(blocks))
-            else:
-                self._add_far(blocks, done, total)
-            done += len(blocks)
+        call, rank, exchanges = self._call, self._domain.rank, self._exchanges
+        local, world, chunks = self._domain.topology.local, self._domain.world_size, call.chunks
+        total = product_in_fp32(self._sent[rank], b_blocks[rank])
+        for done, source in enumerate(self._plan.sources[: local - 1], start=1):
+            exchanges.go_ahead(done, world)
+            call.wait(source)
+            add_product_in_fp32(total, call.blocks[source], b_blocks[source])
+        for number, source in enumerate(self._plan.sources[local - 1 :]):
+            for chunk, rows in enumerate(total.chunk(chunks)):
+                exchanges.go_ahead((local + number) * chunks + chunk, world * chunks)
+                exchanges.bring(number * chunks + chunk + 1)
+                call.wait_chunk(source, chunk)
+                add_product_in_fp32(rows, call.chunk_of(source, chunk), b_blocks[source])
         return total
-
-    def _of_own_node(self, blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for these blocks of the own node; return them side by side, and their rows of b."""
-        call, own = self._call, self._domain.rank
-        for block in blocks:
-            if block != own:
-                call.wait(block)
-        parts = [self._sent[own] if block == own else call.blocks[block] for block in blocks]
-        return _joined(parts, 1), _joined([self._b_blocks[block] for block in blocks], 0)
-
-    def _add_far(self, blocks: tuple[int, ...], done: int, total: torch.Tensor) -> None:
-        """total += these blocks, side by side, @ their rows of b; of the last one each chunk as it comes. done: blocks before."""
-        call, b = self._call, _joined([self._b_blocks[block] for block in blocks], 0)
-        brought = (done - self._domain.topology.local + len(blocks) - 1) * call.chunks
-        for chunk, rows in enumerate(total.chunk(call.chunks)):
-            self._exchanges.go_ahead(done * call.chunks + chunk * len(blocks), self._domain.world_size * call.chunks)
-            self._exchanges.bring(brought + chunk + 1)
-            for block in blocks:
-                call.wait_chunk(block, chunk)
-            add_product_in_fp32(rows, _joined([call.chunk_of(block, chunk) for block in blocks], 1), b)
 
     def received_view(self) -> torch.Tensor:
         self._exchanges.finish()
         return super().received_view()
-
-
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class FusedInterNodeAllToAllGemm(FusedAllToAllGemm, InterNodeAllToAllGemm):
@@ -212,8 +176,7 @@ class FusedInterNodeAllToAllGemm(FusedAllToAllGemm, InterNodeAllToAllGemm):
 
 
 class _SendsResult:
-    """What GEMM + RS and GEMM + A2A have in common: each chunk leaves after its product. A chunk for another rank of this node is
-    pushed."""
+    """What GEMM + RS and GEMM + A2A have in common: each chunk leaves after its product."""
 
     _domain: OverlapDomain
     _plan: InterNodePlan
@@ -242,9 +205,8 @@ class _SendsResult:
 
     def _multiply_chunk(self, block: int, chunk: int) -> None:
         self._product(block, chunk)
-        inside = self._plan.transfers.inside
-        if (place := inside.places.get((block, chunk))) is not None:
-            self._engine.push(self._blocks, [self._call.routes(inside)[place]])
+        if (stays := self._plan.transfers.inside.by_unit.get((block, chunk))) is not None:
+            self._engine.push(self._blocks, self._call.routes(stays))
 
     def _launch(self, operands: ScatterOperands) -> None:
         """Launch the kernel that fills `_blocks`, and enqueue what leaves, in the order of its tiles."""
@@ -268,8 +230,7 @@ class _SendsResult:
 
 
 class InterNodeGemmReduceScatter(_SendsResult, ChunkedGemmReduceScatter):
-    """GEMM + RS by the library. The blocks of a far node go to its ranks' rail peers in this node, each of which adds them up and
-    sends the sum, while later products run."""
+    """GEMM + RS by the library. The blocks of a far node go to its ranks' rail peers here, which add them up and send the sum."""
 
     _plan: InterNodePlan
     _call: NodeCall
@@ -304,11 +265,9 @@ class InterNodeGemmReduceScatter(_SendsResult, ChunkedGemmReduceScatter):
         return total, partial(self._make_sum, block, chunk, total)
 
     def _make_sum(self, peer: int, chunk: int, total: torch.Tensor) -> None:
-        """total = what the ranks of this node have for a chunk of a rail peer: the own one, then the others in rank order.
-
-        The others' lie in the blocks of the ranks before and after `peer` in its node: one wait each. The block of `peer` comes
-        last of all: who waited for it here would wait for a sum that needs this one.
-        """
+        """total = what the ranks of this node have for a chunk of a rail peer: the own one, then the others in rank order. The
+        others' lie in the blocks of the ranks before and after `peer`: one wait each. That of `peer` itself is a sum that needs
+        this one."""
         node = self._domain.topology.ranks_of(peer // self._domain.topology.local)
         for ranks in (range(node.start, peer), range(peer + 1, node.stop)):
             if ranks:
@@ -347,8 +306,7 @@ class FusedInterNodeGemmReduceScatter(InterNodeGemmReduceScatter):
 
 
 class InterNodeGemmAllToAll(_SendsResult, ChunkedGemmAllToAll):
-    """GEMM + A2A by the library. The columns of far ranks are multiplied first, and cross the network while the own node's
-    are."""
+    """GEMM + A2A by the library. The columns of far ranks are multiplied first, and cross while the own node's are."""
 
     _plan: InterNodePlan
     _call: NodeCall

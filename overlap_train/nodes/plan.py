@@ -1,37 +1,120 @@
-"""The plans of groups that span nodes: chunks, exchanges, and the SMs that products leave to the network."""
+"""The choice of a method across nodes, what a pass takes, and its plan: chunks, exchanges, and the SMs that products leave to the
+network."""
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ..config import OverlapConfig, flag_name
 from ..ops.plan import EnginePlan, Planner
-from ..schedule.inter_node import SendRecv, send_recvs, transfers_of
-from ..schedule.kinds import Kind
-from ..schedule.order import Transfers
+from ..schedule.inter_node import SendRecv, send_recvs
 from ..select.choose import Choice
-from ..select.method import Method, Pass
-from .choice import network_chunks_of
+from ..select.cost import Estimate, Reach, by_nccl_us, host_us, in_parts_us, library_us, sum_us
+from ..select.method import CHUNK_COUNTS, Method, Pass
+from ..select.system import System
+from ..select.tiles import HOPPER_TILE, SHORTEST_COPY, chunk_count, chunks_of
+
+# The SMs that communication between nodes of GPUs may hold where settings do not say. With 16 of 132 fewer a product takes 14 %
+# longer at most. NCCL sends with half of its own while it receives with the others. Nothing crosses faster than its sum is made,
+# for which seven SMs of an H100 read and write 400 GB/s.
+NETWORK_SMS, REDUCE_SMS, WAIT_SMS = 8, 7, 1
+MOST_SMS = NETWORK_SMS + REDUCE_SMS + WAIT_SMS
+_MOST_CHUNKS = 4
+# Raised whenever the schedule between nodes becomes another one. Tables of one node stay.
+CROSSINGS = 1
+
+
+class AcrossNodes(Reach):
+    """A group of `nodes` nodes, as many ranks on each."""
+
+    has_rules = False  # into how many chunks blocks are cut depends on the network, on CPUs, too
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = nodes
+
+    def may_choose(self, method: str) -> bool:
+        return Method(method).crosses
+
+    def key_fields(self, device: torch.device, network: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"nodes": self.nodes, "crossings": CROSSINGS}
+        if device.type == "cuda":
+            queues = "one" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else "many"
+            found |= {"network": "nvshmem" if network == "nvshmem" else "nccl", "queues": queues}
+        return found
+
+    def collective_us(self, pass_: Pass, system: System) -> float:
+        """An all-gather or reduce-scatter is a flat ring, as in NCCL's own model (src/graph/tuning.cc): its slowest link says how
+        fast. The rings of a node leave it by all NICs of its ranks, an all-to-all by each rank's own."""
+        world, local, nbytes = pass_.world, pass_.world // self.nodes, pass_.sent_bytes
+        if pass_.kind.exchanges:
+            far = (world - local) / (world - 1) * nbytes / (system.nic_gbs * 1e3) + system.nic_us
+            return system.nccl_us + max((local - 1) / (world - 1) * nbytes / (system.nccl_ring_gbs * 1e3), far)
+        inside = math.inf if local == 1 else system.nccl_pair_gbs if local == 2 else system.nccl_ring_gbs
+        hops = (self.nodes - 1) * system.nic_us
+        return system.nccl_us + hops + nbytes / (min(inside, local * system.nic_gbs) * 1e3)
+
+    def estimate(self, pass_: Pass, how: Method, system: System, backward: bool = False) -> Estimate:
+        """What crosses the network is the slowest of all, or the GEMM is. Partial sums cross as sums of a node."""
+        kind, local = pass_.kind.engine, pass_.world // self.nodes
+        again = backward and not kind.receives
+        wgrad = library_us(system, pass_.k, pass_.n, pass_.rows, MOST_SMS) if backward else 0.0
+        host = host_us(pass_, how, system, backward)
+        if how.name == "collective":
+            rounds = 2 if again and kind.reduces else 1
+            return Estimate(by_nccl_us(pass_, system, rounds * self.collective_us(pass_, system)) + wgrad, host)
+        block_bytes = pass_.sent_bytes / (pass_.world - 1)
+        chunks = network_chunks_of(how, pass_, system, self.nodes)
+        parts = chunks * (self.nodes if how.multiplies or local == 1 else pass_.world)
+        exchanges = (self.nodes - 1) * (local if kind.exchanges else 1)
+        network = exchanges * (block_bytes / (system.nic_gbs * 1e3) + chunks * system.nic_us)
+        # What arrives is passed on, or partials are collected.
+        copies = (local - 1) * self.nodes * (block_bytes / (system.copy_gbs * 1e3) + system.push_us)
+        sums = sum_us(system, (local + self.nodes) * block_bytes) if kind.reduces else 0.0
+        gemm = library_us(system, pass_.rows, pass_.n, pass_.k, MOST_SMS)
+        if not how.multiplies:
+            gemm = in_parts_us(pass_, system, chunks, MOST_SMS)
+        device = max(gemm, network + gemm / parts, copies + gemm / parts) + sums + system.nic_us + 2 * system.gap_us
+        if backward:
+            device = max(device + wgrad, (1 + again) * network + sums)
+        return Estimate(device, host + (1 + again) * exchanges * chunks * system.host_exchange_us)
+
+
+def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, nodes: int) -> int:
+    """Into how many chunks each block is cut between nodes: as measured, else as a rule says."""
+    system, local = System.of(device), pass_.world // nodes
+    if how.chunks or system.type != "cuda" or not how.pushes:
+        return chunks_of(how, pass_, system)
+    row_bytes, m_shard = pass_.row_features * pass_.dtype.itemsize, max(1, pass_.m // pass_.world)
+    # One is multiplied while the next is on its way.
+    products = _most_products(how, pass_, local, system.sms)
+    return chunk_count(m_shard, row_bytes, True, max(1, min(_MOST_CHUNKS, products)), SHORTEST_COPY)
+
+
+def _most_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
+    """Into how many products at most a method may cut what crosses, so that the tiles of each fill the SMs of a GPU."""
+    if how.multiplies and not pass_.kind.receives and local == 1:
+        return CHUNK_COUNTS[-1]  # no limit: one launch goes on from chunk to chunk
+    # One launch of the kernel of a gather multiplies a chunk of all ranks of a node.
+    at_once = local if how.multiplies and pass_.kind.gathers else 1
+    columns = pass_.n // (pass_.world if pass_.kind.splits_columns else 1)
+    return at_once * HOPPER_TILE.count(max(1, pass_.m // pass_.world), columns) // sms
 
 
 @dataclass(frozen=True)
 class InterNodePlan(EnginePlan):
-    """One pass in a group of `nodes` nodes.
-
-    send_recvs: what goes to other nodes, each with what comes meanwhile. send_sms, reduce_sms, wait_sms: the SMs that NCCL has,
-    sums of this node's partials, and waits of one CTA; products leave all of these. together: blocks that A2A + GEMM multiplies
-    at once.
-    """
+    """One pass in a group of `nodes` nodes. send_sms, reduce_sms, wait_sms: the SMs of NCCL, sums, and waits of one CTA."""
 
     nodes: int = 1
     send_recvs: tuple[SendRecv, ...] = ()
     send_sms: int = 0
     reduce_sms: int = 0
     wait_sms: int = 0
-    together: int = 1
 
     inside_node = False
 
@@ -54,14 +137,23 @@ class InterNodePlan(EnginePlan):
         )
 
 
+def sms_of_network(config: OverlapConfig, device: torch.device) -> int:
+    """The SMs that the network between nodes may hold. On CPUs settings have no meaning, and hold as they are."""
+    if config.network == "nvshmem" or device.type != "cuda":
+        return config.network_sms
+    return config.network_sms or NETWORK_SMS
+
+
+def sms_of_sums(config: OverlapConfig, device: torch.device) -> int:
+    """Those that the sum of a node's partials may hold."""
+    return config.reduce_sms or REDUCE_SMS * (device.type == "cuda")
+
+
 class InterNodePlanner(Planner):
     """The Planner of groups that span nodes."""
 
-    def transfers_of(self, kind: Kind, chunks: int, tiled: bool) -> Transfers:
-        return transfers_of(kind, self.topology, chunks, tiled)
-
     def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
-        return network_chunks_of(how, pass_, device, self.topology.nodes, self.gbs)
+        return network_chunks_of(how, pass_, device, self.topology.nodes)
 
     def plan(self, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> InterNodePlan:
         plan, topology = super().plan(choice, pass_, device, w), self.topology
@@ -74,12 +166,11 @@ class InterNodePlanner(Planner):
         return replace(
             found,
             # The products of `collective` run before or after its NCCL, or beside a communicator whose SMs are not known here.
-            send_sms=0 if is_nccl else config.network_sms,
-            reduce_sms=config.reduce_sms if adds else 0,
+            send_sms=0 if is_nccl else sms_of_network(config, device),
+            reduce_sms=sms_of_sums(config, device) if adds else 0,
             # A persistent kernel holds its SMs to its end. Meanwhile kernels of one CTA (wait_kernel) let something arrive or be
             # added: a few at once, which fit on one SM.
-            wait_sms=int(plan.variant.multiplies),
-            together=_blocks_together(pass_.k // pass_.world, topology.local) if pass_.kind.sums_blocks else 1,
+            wait_sms=WAIT_SMS * plan.variant.multiplies,
         )
 
     def sent_again(self, fprop: EnginePlan) -> InterNodePlan:
@@ -106,11 +197,3 @@ class InterNodePlanner(Planner):
             nodes=self.topology.nodes,
             send_recvs=exchanges,
         )
-
-
-def _blocks_together(depth: int, local: int) -> int:
-    """How many of a node's `local` blocks of `depth` features A2A + GEMM multiplies at once, by the library across nodes of GPUs.
-
-    Each product reads and writes the sum in fp32: 8 bytes an element, which takes an H200 as long as a product of 700 features.
-    """
-    return min(local, -(-1024 // depth))

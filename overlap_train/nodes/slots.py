@@ -1,8 +1,5 @@
-"""Slots of a group that spans nodes.
-
-Block b of a slot at a rank has one writer in every call (`Topology.sender`): its own rank, where that is a rail peer of this
-one; else its rail peer in this node, which passes on what came over the network (gather) or adds its own part of the sum for it
-(scatter).
+"""Slots of a group that spans nodes. Each block has one writer in every call (`Topology.sender`): its own rank, or the rail
+peer in this node that passes on what came over the network (gather) or adds its own part of the sum for it (scatter).
 """
 
 from __future__ import annotations
@@ -22,10 +19,8 @@ from ..symmetric import SymmetricHeap
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece goes: `receiver` writes it into the heap of `rank` at byte `data`, and then its signal at byte `signal`.
-
-    receiver: the sender's rail peer. rank: the receiver itself, or another rank of its node, whose memory it maps.
-    """
+    """Where a piece goes: the sender's rail peer `receiver` writes it into the heap of `rank`, of its node, at byte `data`, and
+    then its signal at byte `signal`."""
 
     receiver: int
     rank: int
@@ -72,16 +67,14 @@ class NodeCall(Call):
         self._orders: dict[tuple[int, ...], torch.Tensor] = {}
 
     def order(self, blocks: tuple[int, ...]) -> torch.Tensor:
-        """The numbers of these blocks, int64 on the device, for a kernel. Made there: a copy from the host would wait for the
-        stream."""
+        """The numbers of these blocks, int64. Made on the device: a copy from the host would wait for the stream."""
         if blocks not in self._orders:
             numbers = [torch.arange(block, block + 1, device=self.blocks.device) for block in blocks]
             self._orders[blocks] = torch.cat(numbers)
         return self._orders[blocks]
 
     def _route(self, transfer: Transfer, tiles: int, pitch: int) -> Route:
-        """The copy engine's way for a transfer inside the node. What is passed on carries the word that came with it: of a call
-        that this rank is not in, too."""
+        """The copy engine's way for a transfer inside the node. What is passed on carries the word that came with it."""
         chunk = self._blocks(self.slot.node_memory[transfer.target])[transfer.fills].chunk(self.chunks)[transfer.chunk]
         signal = self.slot.words[transfer.target][transfer.fills, transfer.chunk : transfer.chunk + 1]
         if transfer.carries == LANDED:
@@ -104,16 +97,10 @@ class NodeCall(Call):
         """int64 [1]: the word that comes over the network with a transfer."""
         return self.slot.crossed[transfer.fills, transfer.chunk : transfer.chunk + 1]
 
-    def chunk_rows(self, chunk: int, count: int = 1) -> slice:
-        """The rows of `count` chunks, from this one on, within their block."""
+    def chunk_rows(self, chunk: int) -> slice:
+        """The rows of a chunk within its block."""
         rows = self._shape[0] // self.chunks
-        return slice(chunk * rows, (chunk + count) * rows)
-
-    def wait_chunks(self, block: int, chunks: range) -> slice:
-        """Wait for these chunks of a block; return their rows within it."""
-        for chunk in chunks:
-            self.wait_chunk(block, chunk)
-        return self.chunk_rows(chunks[0], len(chunks))
+        return slice(chunk * rows, (chunk + 1) * rows)
 
     def place(self, sent: Transfer) -> Place:
         """The place of the chunk that crosses the network: where it lies in the heap of any rank, with its signal."""

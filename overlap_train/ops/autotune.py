@@ -19,7 +19,8 @@ from ..select.method import Bucket, Pass
 from ..select.table import Table, Winner
 from ..select.tiles import on_hopper
 from ..warn import warn_user
-from .plan_cache import error_here, settled_plan
+from .plan import make_plan
+from .plan_cache import error_here
 from .planned import Planned, Turn
 
 RunKey = tuple[Bucket, bool]  # what linears of one run have in common; whether the Hopper kernels serve them
@@ -48,7 +49,7 @@ class AutotuneRuns:
         # and flagged words have memory of their own, so that their needs add up. The same on all ranks.
         plans, needed = {}, planned.request
         for method in methods_to_try(fprop, device, nodes):
-            plan = settled_plan(domain, spec, config.by(method), known, x, w)
+            plan = make_plan(spec, config.by(method), known, domain.topology, x, w)
             together = needed.covering(plan.request)
             if error_here(plan, domain) is None and may_hold(domain, together):
                 plans[method], needed = plan, together

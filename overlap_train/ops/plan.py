@@ -99,15 +99,10 @@ class EnginePlan:
 
 
 class Planner:
-    """Plans passes of a group inside one node; `planner_of` finds that of any group. config: with the SMs of the connected
-    network (OneNode.settled). gbs: what the network between the nodes carries; 0: unknown."""
+    """Plans passes of a group inside one node; `planner_of` finds that of any group."""
 
-    def __init__(self, topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> None:
-        self.topology, self.config, self.gbs = topology, config, gbs
-
-    def transfers_of(self, kind: Kind, chunks: int, tiled: bool) -> Transfers:
-        """What this rank sends."""
-        return transfers_of(kind, self.topology, chunks, tiled)
+    def __init__(self, topology: Topology, config: OverlapConfig) -> None:
+        self.topology, self.config = topology, config
 
     def chunks(self, how: Method, pass_: Pass, device: torch.device) -> int:
         """Into how many chunks each block is cut."""
@@ -122,14 +117,14 @@ class Planner:
         kernels = _kernels(kind, choice, pass_, device, w)
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
-        transfers = self.transfers_of(kind, chunks, tiled=how.name == "fused")
+        transfers = transfers_of(kind, self.topology, chunks, tiled=how.name == "fused")
         return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
-        transfers = self.transfers_of(fprop.kind, chunks=1, tiled=False)
+        transfers = transfers_of(fprop.kind, self.topology, chunks=1)
         return EnginePlan(fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources)
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
@@ -143,10 +138,10 @@ class Planner:
         return Choice(Method("chunked"), "beside a product")
 
 
-def planner_of(topology: Topology, config: OverlapConfig, gbs: float = 0.0) -> Planner:
+def planner_of(topology: Topology, config: OverlapConfig) -> Planner:
     """The Planner of a group. See there."""
     make = Planner if topology.nodes == 1 else import_module("...nodes.plan", __name__).InterNodePlanner
-    planner: Planner = make(topology, config, gbs)
+    planner: Planner = make(topology, config)
     return planner
 
 
@@ -177,22 +172,17 @@ class Plan:
     request: Request
     dtype: torch.dtype
 
-    @property
-    def crosses(self) -> bool:
-        """Whether a pass sends between nodes."""
-        return any(engine.slots and not engine.inside_node for engine in (self.fprop, self.dgrad))
-
 
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
-    device: torch.device | None = None, network_gbs: float = 0.0,
+    device: torch.device | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
-    it runs; None: where x is. network_gbs: what the network between the nodes carries, the same on all ranks; 0: unknown."""
+    it runs; None: where x is."""
     device, world = device or x.device, topology.world
     n, k = w.shape[:1].numel(), w.shape[-1:].numel()
     first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
-    planner = planner_of(topology, config, network_gbs)
+    planner = planner_of(topology, config)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad

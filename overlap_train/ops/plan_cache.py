@@ -36,18 +36,6 @@ class _Bounded(BoundedCache[Key, Value]):
     most = 1024  # calls
 
 
-def settled_plan(
-    domain: OverlapDomain, spec: OperatorSpec, config: OverlapConfig, known: Table, x: torch.Tensor, w: torch.Tensor
-) -> Plan:
-    """The plan of `spec` for operands like x and w. The first one that sends between nodes connects them, which is collective,
-    and measures their network, by which it is cut."""
-    plan = make_plan(spec, config, known, domain.topology, x, w)
-    if not plan.crosses:
-        return plan
-    config = domain.span.settled(config)
-    return make_plan(spec, config, known, domain.topology, x, w, network_gbs=domain.span.network_gbs)
-
-
 def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
     """Why a plan cannot run in a domain, or None."""
     sharing = [engine for engine in (plan.fprop, plan.dgrad) if engine.slots]
@@ -144,15 +132,11 @@ class PlanCache:
     ) -> Planned:
         """The plan by what is known now, in an autotune run where methods may take turns and the sizes were never measured."""
         domain = self.domain
-        plan = settled_plan(domain, spec, config, self.table, x, w)
+        plan = make_plan(spec, config, self.table, domain.topology, x, w)
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(domain, plan, trains)
         if not (tries and config.tune_steps and trains):
             return planned
-        if not domain.span.is_connected:
-            # Its methods may need the network where the untuned one does not. A rank that differs would not come to connect.
-            how = f"{plan.request.how}; tries methods in {config.tune_steps} calls"
-            prepare(domain, Request(spec.name, plan.request.shapes, how=how), None, name, _trained(x, w))
         return self.runs.begun(planned, config, self.table, x, w)
 
     def end_run(self, trial: Autotune, name: str) -> None:

@@ -1,16 +1,11 @@
 """What a rank sends to other nodes and what comes from there in the same turn, and in which order all of it is enqueued.
 
-Each byte crosses the network once, between rail peers. Few exchanges of a call are under way at once (nodes/exchanges.py).
-
 Megatron-Core wants CUDA_DEVICE_MAX_CONNECTIONS=1 on most GPUs: one hardware queue for all streams, in which nothing starts
 before everything that was enqueued earlier has started. An exchange starts when the one before it has ended. A product that
 was enqueued after it waits for that, whether it needs the exchange or not; and an exchange that was enqueued after a product
 waits until the products before that have ended. So each is enqueued where it would start if the network took as long as all
-products. Then neither holds up the other much, whichever is slower. Where each stream has a queue of its own, the order costs
-nothing.
-
-Two nodes of one rank, 8 chunks, network and products 13.7 ms each (2 x H200): a gather whose exchanges took turns with its
-products took 17.9 ms, a scatter whose own rows came last 19.6 ms; with a queue for each stream both took 14.9 ms.
+products. Two nodes of one rank, 8 chunks, network and products 13.7 ms each (2 x H200): a gather whose exchanges took turns with
+its products took 17.9 ms, a scatter whose own rows came last 19.6 ms; with a queue for each stream both took 14.9 ms.
 """
 
 from __future__ import annotations
@@ -18,67 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 from .kinds import Kind
-from .order import ARRIVED, LANDED, NETWORK, NODE_SUM, NVLINK, Topology, Transfer, Transfers, Unit, targets
-
-
-def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends in a group that spans nodes. chunks, tiled: see order.transfers_of."""
-    after_tiles = tiled and not kind.receives
-    if kind.gathers:
-        return Transfers(tuple(_gathered(topology, chunks, after_tiles)))
-    if kind.reduces:
-        return Transfers(tuple(_scattered(topology, chunks, after_tiles)))
-    pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind.sums_blocks and tiled:  # a tile needs its chunk from every rank; the library multiplies whole blocks
-        pieces.sort(key=lambda piece: (_link(topology, piece[0]) == NVLINK, piece[1]))
-    rank = topology.rank
-    return Transfers(
-        tuple(
-            Transfer(_link(topology, target), rank, target, target, chunk, after_tiles, fills=rank)
-            for target, chunk in pieces
-        )
-    )
-
-
-def _link(topology: Topology, target: int) -> str:
-    return NVLINK if target in topology.ranks_of(topology.node) else NETWORK
-
-
-def _gathered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Transfer]:
-    rank = topology.rank
-    own_node = [target for target in targets(topology) if _link(topology, target) == NVLINK]
-    for target in (*_rail_peers(topology, 1), *own_node):
-        for chunk in range(chunks):
-            yield Transfer(_link(topology, target), rank, target, 0, chunk, after_tiles, fills=rank)
-    for block in _rail_peers(topology, -1):
-        for target, chunk in product(own_node, range(chunks)):
-            yield Transfer(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
-
-
-def _scattered(topology: Topology, chunks: int, after_tiles: bool) -> Iterator[Transfer]:
-    rank = topology.rank
-    for block, chunk in product(targets(topology), range(chunks)):
-        node, place = divmod(block, topology.local)
-        if block == topology.rail_peer(node):  # the last of its node
-            yield Transfer(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM)
-        else:
-            near = topology.node * topology.local + place
-            yield Transfer(NVLINK, rank, near, block, chunk, after_tiles, fills=topology.rail_peer(node))
-
-
-def _rail_peers(topology: Topology, step: int) -> list[int]:
-    """The rail peers of this rank; those of following (step 1) or preceding (-1) nodes first."""
-    far = ((topology.node + step * turn) % topology.nodes for turn in range(1, topology.nodes))
-    return [topology.rail_peer(node) for node in far]
+from .order import LANDED, NVLINK, Topology, Transfer, Transfers, Unit, targets, transfers_of
 
 
 @dataclass(frozen=True)
 class SendRecv:
-    """What a rank sends over the network, what it receives meanwhile, and the transfers that pass the latter on inside the
-    node."""
+    """What a rank sends over the network, what it receives meanwhile, and the transfers that pass the latter on."""
 
     sent: Transfer
     received: Transfer

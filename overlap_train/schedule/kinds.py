@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """One kind of pass of an operator, by its traits. Code asks for traits, not for names.
+    """One kind of pass, by its traits. Code asks for traits, not for names.
 
     gather          AG + GEMM     y = all_gather(x) @ w
     scatter         GEMM + RS     y = reduce_scatter(x @ w)

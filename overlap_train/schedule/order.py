@@ -1,5 +1,4 @@
-"""Which ranks form a node, and who acts there for ranks of other nodes. Whose block comes next when a rank sends and when it
-multiplies, in which order it computes tiles, and what it sends, to whom, after what.
+"""Whose block comes next when a rank sends and when it multiplies, in which order it computes tiles, and what it sends.
 
 kernels/order.py and kernels/tiles.py work out the same on the GPU, each rank from its own number.
 """
@@ -10,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import chain, groupby, pairwise, product, repeat, starmap
+from itertools import chain, groupby, product, repeat
+from operator import attrgetter
 
 from .kinds import Kind
 
@@ -41,13 +41,11 @@ class Topology:
         return range(node * self.local, (node + 1) * self.local)
 
     def sender(self, block: int) -> int:
-        """Who writes block `block` of this rank's slots, in every call: rank `block` if that is a rail peer, else its rail peer
-        here."""
+        """Who writes block `block` of this rank's slots: rank `block` if that is a rail peer, else its rail peer here."""
         return block if block == self.rail_peer(block // self.local) else self.node * self.local + block % self.local
 
     def receiver(self, target: int) -> int:
-        """Who takes from the network what this rank sends to `target` of another node: the only rank there that it is connected
-        with."""
+        """Who takes from the network what this rank sends to `target`: the only rank there that it is connected with."""
         return self.rail_peer(target // self.local)
 
 
@@ -56,8 +54,7 @@ Unit = tuple[int, int]  # (block, chunk)
 
 @cache
 def targets(topology: Topology) -> tuple[int, ...]:
-    """The other ranks in the order in which this one sends to them, or computes for them: far nodes first, in each node the
-    nearest following first."""
+    """The other ranks in the order in which this one sends to them: far nodes first, in each the nearest following first."""
     nodes, locals_ = range(1, topology.nodes + 1), range(1, topology.local + 1)
     return tuple([_shifted(topology, node, place) for node in nodes for place in locals_][:-1])
 
@@ -73,34 +70,6 @@ def sources(topology: Topology, kind: Kind = Kind.AG_GEMM) -> tuple[int, ...]:
     near = [_shifted(topology, 0, -place) for place in range(1, topology.local)]
     nodes, locals_ = range(1, topology.nodes), range(first, topology.local + first)
     return *near, *(_shifted(topology, -node, -place) for node in nodes for place in locals_)
-
-
-@cache
-def multiplied_together(topology: Topology, together: int) -> tuple[tuple[int, ...], ...]:
-    """The blocks of a2a_gemm in the order in which the library multiplies them: the own one, then as they arrive; up to
-    `together` of one node at once."""
-    nodes = _by_node((topology.rank, *sources(topology, Kind.A2A_GEMM)), topology.local)
-    return tuple(node[first : first + together] for node in nodes for first in range(0, topology.local, together))
-
-
-# Products of few rows are slow: 4096 rows of 8192 x 173056 and 345600 take 1.03 to 1.05 times as long in four products, 1.05 to
-# 1.11 in eight (1.02 to 1.05 on the SMs that NCCL leaves), 1.15 to 1.17 in sixteen (H100, benchmarks/notes.md). So a
-# product takes several chunks wherever it does not wait for them.
-@cache
-def chunks_after_own(topology: Topology, chunks: int) -> tuple[range, ...]:
-    """The chunks of a far block that a gather's products take. Between two nodes half of them, half of what is left, and so on:
-    of eight 4, 2, 1 and 1.
-
-    The own node's rows are half of the product. If the network takes as long as all of it, half of the chunks are there by then.
-    If it takes longer, the last chunk counts, and if it takes less, all are there. Of more nodes the own node's rows are less.
-    """
-    if topology.nodes != 2:
-        return tuple(range(chunk, chunk + 1) for chunk in range(chunks))
-    starts, left = [0], chunks
-    while left > 1:
-        left -= left // 2
-        starts.append(chunks - left)
-    return tuple(starmap(range, pairwise([*starts, chunks])))
 
 
 def _shifted(topology: Topology, nodes: int, places: int) -> int:
@@ -135,10 +104,8 @@ def strip_order(
 
     Strips are numbered through the chunks of a run. So a tile's strips may be of two chunks: it belongs to the last one's and
     comes before the others of that. A strip that is missing at the end of a run counts as one of the run's last chunk.
-
-    gather: block s is the shard of rank s. scatter: block d are the rows of rank d; gemm_a2a: its columns. a2a_gemm: there is the
-    own block only. interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would
-    otherwise hit the same destination, halve its ingress bandwidth, and stay skewed.
+    interleaved: a kernel that stores tiles at the peers takes tiles for all of them in turn; skewed ranks would otherwise hit the
+    same destination, halve its ingress bandwidth, and stay skewed.
     """
     units = _units(kind, topology, chunks)
     starts = range(0, len(units), strips.run)
@@ -194,14 +161,13 @@ OPERAND, ARRIVED, NODE_SUM, LANDED = "operand", "arrived", "node sum", "landed" 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills block `fills`.
+    """One transfer: chunk `chunk` of block `block` of the sender's source, to rank `target`, where it fills block `fills`. The
+    signal is that of (fills, chunk) there.
 
     link: what carries it; from the network `Topology.receiver` takes it, for itself or for the target. block: 0 where the source
-    is one shard for all, else whose rows or columns they are. after_tiles: the chunk's tiles must be stored first; else it may
-    leave at once. fills: the sender's block, except where it acts for a rail peer. carries: OPERAND, from what the caller has or
-    its tiles; ARRIVED, passed on out of the own slot once it is there; NODE_SUM, once this node's partial sums of the block are
-    there and added; LANDED, passed on out of a receive buffer, into which it came for the target (SendRecv alone has such
-    transfers). The signal is that of (fills, chunk) at the target.
+    is one shard for all. after_tiles: the chunk's tiles must be stored first. fills: the sender's block, except where it acts for
+    a rail peer. carries: OPERAND, from what the caller has or its tiles; ARRIVED, passed on out of the own slot once it is there;
+    NODE_SUM, once this node's partial sums of the block are added; LANDED, passed on out of a receive buffer.
     """
 
     link: str
@@ -226,18 +192,15 @@ class Transfers:
     @cached_property
     def by_target(self) -> tuple[tuple[int, Transfers], ...]:
         """(target, its transfers) in order."""
-        return tuple(
-            (target, Transfers(tuple(transfers)))
-            for target, transfers in groupby(self.all, lambda transfer: transfer.target)
-        )
+        return self._grouped("target")
 
     @cached_property
     def by_block(self) -> tuple[tuple[int, Transfers], ...]:
         """(block, its transfers) in order."""
-        return tuple(
-            (block, Transfers(tuple(transfers)))
-            for block, transfers in groupby(self.all, lambda transfer: transfer.block)
-        )
+        return self._grouped("block")
+
+    def _grouped(self, field: str) -> tuple[tuple[int, Transfers], ...]:
+        return tuple((key, Transfers(tuple(some))) for key, some in groupby(self.all, attrgetter(field)))
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, Transfers]:
@@ -248,39 +211,62 @@ class Transfers:
         return {unit: Transfers(tuple(some)) for unit, some in found.items()}
 
     @cached_property
-    def places(self) -> Mapping[Unit, int]:
-        """(block, chunk) -> where its transfer stands among these, of which no two carry the same."""
-        return {(transfer.block, transfer.chunk): place for place, transfer in enumerate(self.all)}
-
-    @cached_property
     def network(self) -> Transfers:
         """The transfers that cross the network."""
-        return Transfers(tuple(transfer for transfer in self.all if transfer.link == NETWORK))
+        return Transfers(tuple([one for one in self.all if one.link == NETWORK]))
 
     @cached_property
     def inside(self) -> Transfers:
         """The transfers inside the node that carry what this rank has itself."""
-        return Transfers(
-            tuple(transfer for transfer in self.all if transfer.link == NVLINK and transfer.carries == OPERAND)
-        )
+        return Transfers(tuple([one for one in self.all if one.link == NVLINK and one.carries == OPERAND]))
 
     @cached_property
     def passed_on(self) -> Transfers:
         """The transfers that pass on what has arrived from a rail peer."""
-        return Transfers(tuple(transfer for transfer in self.all if transfer.carries == ARRIVED))
+        return Transfers(tuple([one for one in self.all if one.carries == ARRIVED]))
 
 
 def transfers_of(kind: Kind, topology: Topology, chunks: int, tiled: bool = False) -> Transfers:
-    """What rank `topology.rank` sends in a group inside one node; between nodes: inter_node.py.
-
-    chunks: of each block. tiled: copies send what a persistent kernel multiplies, or has multiplied.
-    """
-    rank, after_tiles = topology.rank, tiled and not kind.receives
-    pieces = [(target, chunk) for target in targets(topology) for chunk in range(chunks)]
-    if kind.sums_blocks:  # a tile needs its chunk from every rank
-        pieces.sort(key=lambda piece: piece[1])
-    found = [
-        Transfer(NVLINK, rank, target, 0 if kind.gathers else target, chunk, after_tiles, fills=rank)
-        for target, chunk in pieces
-    ]
+    """What rank `topology.rank` sends. chunks: of each block. tiled: a persistent kernel multiplies what copies send."""
+    rank, node, after_tiles = topology.rank, topology.node, tiled and not kind.receives
+    links = {target: NVLINK if target // topology.local == node else NETWORK for target in targets(topology)}
+    if kind.gathers:
+        return Transfers(tuple(_gathered(topology, links, chunks, after_tiles)))
+    if kind.reduces:
+        return Transfers(tuple(_scattered(topology, links, chunks, after_tiles)))
+    pieces = [(target, chunk) for target in links for chunk in range(chunks)]
+    if kind.sums_blocks and (tiled or NETWORK not in links.values()):  # a tile needs its chunk from every rank
+        pieces.sort(key=lambda piece: (links[piece[0]] == NVLINK, piece[1]))
+    found = [Transfer(links[target], rank, target, target, chunk, after_tiles, fills=rank) for target, chunk in pieces]
     return Transfers(tuple(found))
+
+
+def _gathered(topology: Topology, links: Mapping[int, str], chunks: int, after_tiles: bool) -> list[Transfer]:
+    rank, own_node = topology.rank, [target for target, link in links.items() if link == NVLINK]
+    following = [topology.rail_peer((topology.node + turn) % topology.nodes) for turn in range(1, topology.nodes)]
+    found = [
+        Transfer(links[target], rank, target, 0, chunk, after_tiles, fills=rank)
+        for target in (*following, *own_node)
+        for chunk in range(chunks)
+    ]
+    passed_on = [
+        Transfer(NVLINK, rank, target, block, chunk, False, fills=block, carries=ARRIVED)
+        for block in reversed(following)
+        for target in own_node
+        for chunk in range(chunks)
+    ]
+    return found + passed_on
+
+
+def _scattered(topology: Topology, links: Mapping[int, str], chunks: int, after_tiles: bool) -> list[Transfer]:
+    """For each node, far ones first, its ranks' blocks to their rail peers here; the last of a node is the own rail peer's."""
+    rank, found = topology.rank, []
+    for block in links:
+        peer = topology.rail_peer(block // topology.local)
+        near = topology.node * topology.local + block % topology.local
+        for chunk in range(chunks):
+            if block == peer:
+                found.append(Transfer(NETWORK, rank, block, block, chunk, after_tiles, fills=rank, carries=NODE_SUM))
+            else:
+                found.append(Transfer(NVLINK, rank, near, block, chunk, after_tiles, fills=peer))
+    return found

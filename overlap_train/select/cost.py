@@ -49,7 +49,7 @@ class Estimate:
 
 
 class Reach:
-    """A group inside one node; nodes/choice.py has those that span several. nodes: that it spans. has_rules: whether rules say
+    """A group inside one node; nodes/plan.py has those that span several. nodes: that it spans. has_rules: whether rules say
     how a method runs (choose._by_rules); else it runs plainly, or as measured."""
 
     nodes = 1
@@ -81,7 +81,7 @@ def reach_of(nodes: int) -> Reach:
     """The Reach of groups that span so many nodes."""
     if nodes == 1:
         return Reach()
-    across: Reach = import_module("...nodes.choice", __name__).AcrossNodes(nodes)
+    across: Reach = import_module("...nodes.plan", __name__).AcrossNodes(nodes)
     return across
 
 

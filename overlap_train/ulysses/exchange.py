@@ -3,10 +3,8 @@
     to_heads    y = all_to_all(x @ w.T)    rows of x leave, columns of y arrive    dgrad and wgrad: heads_backward
     to_rows     y = all_to_all(x) @ w.T    columns of x arrive                     dgrad and wgrad: rows_backward
 
-Rows lie in the caller's tensors rank after rank, in the sequence's order, or as heads of an attention (Rows).
-
 `to_rows` and `heads_backward` send the next part before they multiply one. `to_heads` lets the receiving ranks pull a part while
-it multiplies the next one.
+it multiplies the next one. All parts of a call run by one method. Where methods take turns, the first part asks which one.
 """
 
 from __future__ import annotations
@@ -19,15 +17,22 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 
+from ..config import OverlapConfig
 from ..group.domain import profiled
+from ..group.registry import domain_of
 from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.gemm_a2a import GemmAllToAll
+from ..ops.plan_cache import OnPlan, plan_of, refuse
+from ..ops.planned import Planned
+from ..ops.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
 from ..ops.table import start_engine
 from ..ops.wgrad import WeightGradient
 from ..select.autotune import Autotune, TimedScope
-from .attention_layout import HeadNorm, Heads, Rotary, pack, unpack
-from .parts import Factor, Give, Part, Read, Step, run_steps
+from .attention_layout import Heads, Rotary, pack, unpack
+from .layout import AttentionHeads
+from .parts import Factor, Give, Part, Read, Step, cut_exchange, run_steps
 
 _UNTIMED = nullcontext()
 
@@ -81,38 +86,24 @@ class SequenceRows(Rows):
         return sent.view(len(self._rows), -1, self.x.shape[-1])
 
 
-class Places(NamedTuple):
-    """How tensors hold the rows that to_rows exchanges. rows, is_padded: see SequenceRows; rows None: rank after rank."""
-
-    world_size: int
-    batch: int
-    rows: torch.Tensor | None = None
-    is_padded: bool = False
-
-    def of(self, x: torch.Tensor) -> Rows:
-        if self.rows is None:
-            return RankRows(x, self.world_size, self.batch)
-        return SequenceRows(x, self.rows, self.is_padded)
-
-
 class HeadRows(Rows):
     """q [s, b, query, dim], k and v [s, b, kv, dim], or gradients. rows: as of SequenceRows. bias: added to what is taken."""
 
-    def __init__(
-        self, heads: Heads, rows: torch.Tensor, rotary: Rotary | None, bias: torch.Tensor | None, norm: HeadNorm | None
-    ) -> None:
-        self._heads, self._rows, self._rotary, self._bias, self._norm = heads, rows, rotary, bias, norm
-        self.bias_gradient: torch.Tensor | None = None  # fp32, the sum of what `give` has returned; None: not asked for
+    sums = False  # whether `give` adds up what it returns
+    total: torch.Tensor | float = 0.0  # in fp32, of each column
+
+    def __init__(self, rows: torch.Tensor, rotary: Rotary | None, heads: Heads, bias: torch.Tensor | None) -> None:
+        self._rows, self._rotary, self._heads, self._bias = rows, rotary, heads, bias
 
     def take(self, part: Part, received: torch.Tensor) -> None:
         rows = rows_of(self._rows, part)
         packed = received.reshape(len(rows), self._heads[0].shape[1], -1)
-        unpack(packed, self._bias, rows, self._heads, self._rotary, self._norm)
+        unpack(packed, self._bias, rows, self._heads, self._rotary)
 
     def give(self, part: Part) -> torch.Tensor:
-        packed = pack(self._heads, rows_of(self._rows, part), self._rotary, self._norm).flatten(0, 1)
-        if self.bias_gradient is not None:
-            self.bias_gradient += packed.sum(0, dtype=torch.float32)
+        packed = pack(self._heads, rows_of(self._rows, part), self._rotary).flatten(0, 1)
+        if self.sums:
+            self.total = self.total + packed.sum(0, dtype=torch.float32)
         return packed.view(len(self._rows), -1, packed.shape[-1])
 
 
@@ -239,8 +230,8 @@ class Linear:
     def rows_backward(
         self, x: Rows | list[torch.Tensor] | None, dy: torch.Tensor, dx: Rows | None
     ) -> torch.Tensor | None:
-        """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept; None: dw is not
-        wanted. dx: where to write dx; None: it is not wanted."""
+        """Write dx and return dw [N, K] of to_rows. x: the rows to send again, or what forward received and kept. What is not
+        wanted is None."""
         dw = self.gradient()
         with self._timed(self.turn, False) if self.turn and dx is not None else _UNTIMED:
             if x is None or isinstance(x, list):
@@ -288,3 +279,115 @@ class Linear:
         (run, name, method), work = turn, self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
         kind = (run.fprop if is_forward else run.fprop.dgrad).kind
         return TimedScope(nullcontext(), run, name, kind, method, work)
+
+
+class Terms(NamedTuple):
+    """What the caller says about a call. meaning: in what else ranks must agree, in words, as part of the call's tags. on_plan:
+    of parts it is told that of the first."""
+
+    config: OverlapConfig | None
+    name: str
+    meaning: tuple[str, ...] = ()
+    on_plan: OnPlan | None = None
+
+    def also(self, meaning: str) -> Terms:
+        """These terms, in which ranks must agree on one thing more."""
+        return self._replace(meaning=(*self.meaning, meaning))
+
+    def in_parts(self, positions: int) -> Terms:
+        """Shards of other lengths may have equal parts, and more of them, which must not pair up."""
+        return self.also(f"a part of {positions} positions a rank")
+
+
+def heads_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, heads: AttentionHeads | None,
+    group: dist.ProcessGroup, terms: Terms,
+) -> tuple[Linear, torch.Tensor | None]:  # fmt: skip
+    """A call of linear_all_to_all as planned, and the bias of this rank's columns."""
+    domain, copies, w_sent, bias_sent = domain_of(group, terms.config, x.device), None, w, bias
+    if heads is not None:
+        wrong = weight_error(heads, w, bias, domain.world_size, terms.name)
+        if wrong is not None:
+            refuse(wrong, LINEAR_ALL_TO_ALL, group, terms.config, x.device, terms.name)
+        copies, terms = heads.sent_rows(domain.world_size, w.device), terms.also(str(heads))
+    if copies is not None:
+        # At each call: nothing tells when a weight has changed. Optimizers write into buffers that parameters are views of.
+        w_sent = w.detach().index_select(0, copies).requires_grad_(w.requires_grad)
+        bias_sent = None if bias is None else bias[copies]
+    # For one row of all ranks' shards a rank receives W rows of N' / W features.
+    row_bytes = w_sent.shape[:1].numel() * x.element_size()
+    parts, turn = _parts(LINEAR_ALL_TO_ALL, x, w_sent, bias_sent, group, terms, 1, row_bytes)
+    own_bias = None if bias_sent is None else bias_sent.chunk(domain.world_size)[domain.rank]
+    return Linear(parts, w, w_sent.detach(), copies, rows_of_position(x), turn), own_bias
+
+
+def rows_linear(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup, terms: Terms
+) -> Linear:
+    """A call of all_to_all_linear as planned."""
+    world = domain_of(group, terms.config, x.device).world_size
+    shards = world if x.dim() > 1 and x.shape[0] % world == 0 else 1  # plan_of refuses the rest
+    # For one row of all ranks' shards a rank receives a row of K features.
+    row_bytes = world * x.shape[-1:].numel() * x.element_size()
+    parts, turn = _parts(ALL_TO_ALL_LINEAR, x, w, bias, group, terms, shards, row_bytes)
+    return Linear(parts, w, w.detach(), None, rows_of_position(x), turn)
+
+
+def _parts(
+    spec: OperatorSpec, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup,
+    terms: Terms, shards: int, row_bytes: int,
+) -> tuple[tuple[Part, ...], Turn | None]:  # fmt: skip
+    """The parts of x [shards * positions, ..., C] with the plan of each, and whose turn it is. row_bytes: see cut_exchange."""
+    config, name = terms.config, terms.name
+    settings = config or domain_of(group, None, x.device).config
+
+    def plan(x: torch.Tensor, config: OverlapConfig | None, tries: bool = False) -> Planned:
+        return plan_of(spec, x, w, bias, group, config, name, tries=tries)
+
+    positions, batch = x.shape[:1].numel() // shards, x.shape[1:-1].numel()
+    if x.dim() < 2 or not row_bytes or not positions or not batch:
+        plan(x, config)  # which raises, on every rank: there is nothing to cut
+    places = cut_exchange(positions, batch, row_bytes, settings)
+    if len(places) > 1:
+        terms = terms.in_parts(positions)
+    # Of a part as many rows as it has: any will do.
+    operands = [x[: (last - first) * shards] if len(places) > 1 else x for first, last in places]
+    turn = run = None
+    if settings.tune_steps:
+        planned = plan(operands[0], config, tries=True)
+        run, method = planned.trial, planned.next_method(name)
+        if planned.run is not None and method is not None:
+            turn, config = Turn(planned.run, name, method), settings.by(method)
+    parts = tuple(
+        Part(*place, plan(operand, config).linear(name, terms.meaning))
+        for place, operand in zip(places, operands, strict=True)
+    )
+    if terms.on_plan is not None:
+        terms.on_plan(parts[0].exchange.plan, run)
+    return parts, turn
+
+
+def weight_error(
+    heads: AttentionHeads, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+) -> str | None:
+    """Why `heads` do not fit w, bias or the ranks, or None."""
+    wrong = heads.error(world_size, name)
+    if wrong is not None:
+        return wrong
+    if w.shape[:1] != (heads.features,):
+        rows = f"{w.shape[:1].numel()} rows (shape {tuple(w.shape)})"
+        return f"{name}: w has {rows}, {heads} needs {heads.features}; they must be equal"
+    if bias is not None and bias.shape != (heads.features,):
+        return f"{name}: bias has shape {tuple(bias.shape)}; it must be [{heads.features}], one per row of w"
+    return None
+
+
+def rows_of_position(x: torch.Tensor) -> int:
+    """Rows of one position of x [positions, ..., C]."""
+    return 1 if x.dim() == 2 else max(1, x.shape[1:-1].numel())
+
+
+def like(x: torch.Tensor, positions: int, features: int) -> torch.Tensor:
+    """A tensor [positions, b, features] for plans, in kind as x [*, b, *], that takes the memory of one element."""
+    one = x.new_empty(1, 1, 1).expand(positions, x.shape[1], features)
+    return one.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else one

@@ -7,8 +7,7 @@ attention wants them in the order of the sequence:
     zigzag       the sequence is cut into 2 W chunks, and rank r holds chunks r and 2 W - 1 - r (Megatron's causal balance)
     documents    zigzag within each document of a packed sequence (Megatron with packed_seq_params)
 
-Shards of different lengths are padded with zeros to the longest one: x on its way in, y is cut on its way out, autograd does
-the same with their gradients, and of q, k and v padding is -1 in `rows`. Slots, parts and plans are those of equal shards.
+Shards of different lengths are padded with zeros to the longest one; of q, k and v padding is -1 in `rows`.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def is_captured(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """The heads of an attention, whose QKV weight has Megatron's order: for each KV head its query heads, then k, then v.
-
-    query, kv: numbers of heads (kv: Megatron's num_query_groups). dim: features of a head.
-    """
+    """The heads of an attention, whose QKV weight has Megatron's order: for each KV head its query heads, then k, then v. query,
+    kv: numbers of heads (kv: Megatron's num_query_groups). dim: features of a head."""
 
     query: int
     kv: int
@@ -60,11 +57,6 @@ class AttentionHeads:
     def features(self) -> int:
         """N of the QKV weight [N, K]."""
         return (self.query + 2 * self.kv) * self.dim
-
-    @cached_property
-    def meaning(self) -> str:
-        """As ranks compare it."""
-        return str(self)
 
     @property
     def per_group(self) -> int:
@@ -191,26 +183,15 @@ def _rows_of_ranks(device: torch.device, layout: SequenceLayout, rows: int, worl
     if layout.kind == "contiguous" or world_size == 1:
         return torch.arange(rows, device=device).view(world_size, -1)
     starts = layout.document_starts or (0, rows)
-    if len(starts) > 2 and not is_captured(device):
-        return _zigzag_of_documents(starts, world_size).to(device)
-    parts = [_zigzag(first, end, world_size, device) for first, end in pairwise(starts)]
-    return torch.cat(parts, dim=1).contiguous()
+    where = torch.device("cpu") if len(starts) > 2 and not is_captured(device) else device
+    parts = [_zigzag(first, end, world_size, where) for first, end in pairwise(starts)]
+    return torch.cat(parts, dim=1).contiguous().to(device)
 
 
 def _zigzag(first: int, end: int, world_size: int, device: torch.device) -> torch.Tensor:
     """[W, rows / W] of one sequence or document: of each rank r chunk r, then chunk 2 W - 1 - r."""
     chunks = torch.arange(first, end, device=device).view(2 * world_size, -1)
     return torch.cat((chunks[:world_size], chunks[world_size:].flip(0)), dim=1)
-
-
-def _zigzag_of_documents(starts: tuple[int, ...], world_size: int) -> torch.Tensor:
-    """The same for all documents, in as many operations as for two."""
-    bounds, ranks = torch.tensor(starts, device="cpu"), torch.arange(world_size, device="cpu")[:, None]
-    first, length = bounds[:-1], bounds.diff() // (2 * world_size)  # of a document; of one of its chunks
-    chunks = torch.stack((first + ranks * length, first + (2 * world_size - 1 - ranks) * length), dim=-1).flatten(1)
-    lengths = length.repeat_interleave(2)
-    before = lengths.cumsum(0) - lengths  # rows of a rank in front of the chunk
-    return (chunks - before).repeat_interleave(lengths, dim=1) + torch.arange(int(lengths.sum()), device="cpu")
 
 
 CONTIGUOUS = SequenceLayout()
@@ -257,8 +238,6 @@ class SequenceShards:
     def error(self, x: torch.Tensor, is_whole: bool, name: str) -> str | None:
         """Why x [s, b, C] does not have the rows of the sequence (is_whole), or of this rank, or None."""
         layout, tensor = self.layout, self.tensor
-        if not isinstance(layout, SequenceLayout):
-            return f"{name}: layout={layout!r} must be a SequenceLayout, such as SequenceLayout('zigzag')"
         if x.dim() != 3:
             return f"{name}: the input has shape {tuple(x.shape)}; it must be [sequence, batch, features]"
         wrong = layout.error(self.length(x, is_whole), self.ranks, name)

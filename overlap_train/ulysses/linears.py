@@ -5,12 +5,13 @@ a `tp_group`, divided.
     all_to_all_linear, attention_output_linear  forward  A2A(x) + GEMM dgrad  GEMM + A2A       wgrad  A2A(x), sent again or kept
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is the sequence); K input, N output features.
-Source: DeepSpeed-Ulysses (arXiv 2309.14509) for the all-to-alls around attention; linear.py for how passes overlap.
+Source: DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,9 +21,8 @@ from ..config import OverlapConfig
 from ..linear import applied, as_rows, once_differentiable, run_eagerly
 from ..ops.plan_cache import OnPlan, refuse
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
-from .attention_layout import HeadNorm, QkNorm, Rotary
-from .calls import Terms, heads_linear, like, not_heads, rows_linear
-from .exchange import HeadRows, Linear, Places, RankRows
+from .attention_layout import QkNorm, Rotary, rotated
+from .exchange import HeadRows, Linear, RankRows, Rows, SequenceRows, Terms, heads_linear, like, rows_linear
 from .layout import AttentionHeads, SequenceShards
 from .two_groups import refuse_in_both, sharded_linear
 
@@ -61,7 +61,12 @@ def linear_all_to_all(
     if torch.compiler.is_compiling():
         return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, Terms(config, name))
-    y = _apply_linear_all_to_all(as_rows(x_shard_m), w, linear)
+    world, n = linear.world_size, linear.w.shape[0]
+
+    def rows(ys: tuple[torch.Tensor], _: None) -> Rows:
+        return RankRows(ys[0].contiguous(), world, linear.batch)
+
+    (y,) = _apply_to_heads(as_rows(x_shard_m), w, None, linear, [(world * linear.rows_of_rank, n // world)], rows)
     if x_shard_m.dim() > 2:
         y = y.view(-1, *x_shard_m.shape[1:-1], y.shape[-1])
     return y if own_bias is None else y + own_bias
@@ -93,8 +98,8 @@ def all_to_all_linear(
     if torch.compiler.is_compiling():
         return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
     linear = rows_linear(x_shard_k, w, bias, group, Terms(config, name))
-    places = Places(linear.world_size, linear.batch)
-    y = _apply_to_rows(as_rows(x_shard_k), w, linear, places, torch.is_grad_enabled())
+    rows = partial(RankRows, world_size=linear.world_size, batch=linear.batch)
+    y = _apply_to_rows(as_rows(x_shard_k), w, linear, rows, False, torch.is_grad_enabled())
     if x_shard_k.dim() > 2:
         y = y.view(-1, *x_shard_k.shape[1:-1], y.shape[-1])
     return y if bias is None else y + bias
@@ -121,24 +126,19 @@ def qkv_all_to_all(
         q          [s, b, query/W, dim]
         k, v       [s, b, max(1, kv/W), dim]
 
-    One pass takes what has arrived out of symmetric memory: it adds the bias, puts rows in order, splits q, k and v, normalises
-    and rotates q and k. Backward does the inverse on the way to what is sent. Norm and rotation are computed in fp32, and each is
-    rounded to the dtype of x, as separate passes would.
-
-    For backward, `qk_norm` keeps q and k as they are before the norm: s x b x (query + kv) / W x dim elements, as many as a
-    separate norm.
+    One pass takes what has arrived out of symmetric memory: it adds the bias, puts rows in order, splits q, k and v, and rotates
+    q and k. Backward does the inverse on the way to what is sent. With `qk_norm` norm and rotation are passes of their own. Both
+    are computed in fp32, and each is rounded to the dtype of x.
 
     With a `tp_group` of T ranks weights are divided over it, and x over both groups: x is one of T equal parts of this rank's
-    shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank. A long sequence passes in
-    parts; the product of one, which gathers x over `tp_group`, hides the exchange of another.
+    shard, [s/(W T), b, K], w [N/T, K], bias [N/T], and heads are those of one tensor-parallel rank.
 
-    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Each shard is padded to the
-    longest, and padding costs what rows cost: 6000 and 2000 rows on two ranks as much as 12000 rows.
+    Ranks may have different numbers of rows: `SequenceLayout(lengths=...)`, s = sum(lengths). Padding costs what rows cost.
 
     Args:
         shards: who has which rows; the same as of attention_output_linear.
-        qk_norm: RMSNorm of each head of q and of k. The gradients of its weights are those of this rank's heads, added in fp32
-            and in a fixed order; sum them over the group, as that of the bias.
+        qk_norm: RMSNorm of each head of q and of k. The gradients of its weights are those of this rank's heads; sum them over
+            the group, as that of the bias.
         rotary: cos and sin of the whole sequence, in its order; None: q and k as they are.
         heads, config, name: see linear_all_to_all.
         on_plan: see all_gather_linear. Of a sequence in parts it is told the plan of the first, under TP of its product.
@@ -151,21 +151,27 @@ def qkv_all_to_all(
             qkv_all_to_all, x_shard_m, w, bias, shards=shards, heads=heads, qk_norm=qk_norm, rotary=rotary,
             config=config, name=name, on_plan=on_plan,
         )  # fmt: skip
-    _check_shards(shards, name)
-    wrong = shards.error(x_shard_m, False, name) or _heads_error(x_shard_m, shards, heads, qk_norm, rotary, name)
+    wrong, s = shards.error(x_shard_m, False, name), shards.length(x_shard_m, is_whole=False)
+    if wrong is None and rotary is not None:
+        wrong = rotary.error(s, heads.dim, x_shard_m.device, name)
     if wrong is not None:
         _refuse(wrong, LINEAR_ALL_TO_ALL, ALL_GATHER_LINEAR, shards, x_shard_m, config, name)
-    s, x_shard_m = shards.length(x_shard_m, is_whole=False), shards.padded(x_shard_m)
+    x_shard_m = shards.padded(x_shard_m)
     meaning = [how.meaning for how in (qk_norm, rotary) if how is not None]
     terms = Terms(config, name, (shards.layout.meaning, *meaning), on_plan)
     if shards.tensor == 1:
         linear, own_bias = heads_linear(x_shard_m, w, bias, heads, shards.group, terms)
     else:
         linear, own_bias = sharded_linear(x_shard_m, w, bias, heads, shards, terms)
-    rows = shards.rows(s, x_shard_m.device)
-    received = _Received(heads.of_rank(shards.ranks), s, rows, qk_norm, rotary, torch.is_grad_enabled())
-    norm_weights = (None, None) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight)
-    return _apply_qkv(x_shard_m, w, own_bias, *norm_weights, linear, received)
+    own, order = heads.of_rank(shards.ranks), shards.rows(s, x_shard_m.device)
+    rows = partial(HeadRows, order, rotary if qk_norm is None else None)
+    shapes = [(s, x_shard_m.shape[1], count, own.dim) for count in (own.query, own.kv, own.kv)]
+    q, k, v = _apply_to_heads(as_rows(x_shard_m), w, own_bias, linear, shapes, rows)
+    if qk_norm is not None:
+        q, k = qk_norm.of(q, qk_norm.q_weight), qk_norm.of(k, qk_norm.k_weight)
+        if rotary is not None:
+            q, k = (rotated(part, rotary, slice(None)) for part in (q, k))
+    return q, k, v
 
 
 def attention_output_linear(
@@ -192,7 +198,6 @@ def attention_output_linear(
         return run_eagerly(
             attention_output_linear, x, w, bias, shards=shards, config=config, name=name, on_plan=on_plan
         )
-    _check_shards(shards, name)
     wrong = shards.error(x, True, name)
     if wrong is not None:
         _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, shards, x, config, name)
@@ -203,32 +208,14 @@ def attention_output_linear(
         linear = rows_linear(sent, w, bias, shards.group, terms)
     else:
         linear, _ = sharded_linear(sent, w, bias, None, shards, terms)
-    in_place = shards.tensor == 1 and layout.is_in_turn  # nothing is to be copied
-    rows = None if in_place else shards.rows(x.shape[0], x.device)
-    places = Places(shards.ranks, linear.batch, rows, is_padded=bool(layout.lengths) and not in_place)
-    y = _apply_to_rows(x, w, linear, places, torch.is_grad_enabled())
+    is_padded = False
+    rows: Callable[..., Rows] = partial(RankRows, world_size=shards.ranks, batch=linear.batch)
+    if shards.tensor > 1 or not layout.is_in_turn:  # else nothing is to be copied
+        is_padded = bool(layout.lengths)
+        rows = partial(SequenceRows, rows=shards.rows(x.shape[0], x.device), is_padded=is_padded)
+    y = _apply_to_rows(x, w, linear, rows, is_padded, torch.is_grad_enabled())
     y = shards.cut(y.view(-1, x.shape[1], w.shape[0]))
     return y if bias is None else y + bias
-
-
-def _check_shards(shards: SequenceShards, name: str) -> None:
-    if not isinstance(shards, SequenceShards):
-        raise ValueError(f"{name}: shards={shards!r} must be SequenceShards(group, layout, tp_group)")
-
-
-def _heads_error(
-    x: torch.Tensor, shards: SequenceShards, heads: AttentionHeads, qk_norm: QkNorm | None, rotary: Rotary | None,
-    name: str,
-) -> str | None:  # fmt: skip
-    wrong = not_heads(heads, name)
-    if wrong is not None:
-        return wrong
-    if not isinstance(qk_norm, QkNorm | None):
-        return f"{name}: qk_norm is a {type(qk_norm).__name__}; it must be QkNorm(q_weight, k_weight, eps), or None"
-    if not isinstance(rotary, Rotary | None):
-        return f"{name}: rotary is a {type(rotary).__name__}; it must be Rotary(cos, sin), or None"
-    wrong = None if rotary is None else rotary.error(shards.length(x, False), heads.dim, x.device, name)
-    return wrong if wrong is not None or qk_norm is None else qk_norm.error(heads.dim, x.device, name)
 
 
 def _refuse(
@@ -241,96 +228,62 @@ def _refuse(
     refuse(wrong, alone, shards.group, config, x.device, name)
 
 
-class _LinearAllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, linear: Linear) -> torch.Tensor:
-        world_size, features = linear.world_size, linear.w.shape[0]
-        y = linear.w.new_empty(world_size * linear.rows_of_rank, features // world_size)
-        linear.to_heads(x_shard_m, RankRows(y, world_size, linear.batch))
-        ctx.linear = linear
-        ctx.save_for_backward(x_shard_m if ctx.needs_input_grad[1] else None, linear.w)
-        return y
+class _ToHeads(torch.autograd.Function):
+    """all_to_all(x @ w.T), in tensors of these shapes. rows: makes of these, or of their gradients, and of a bias that is added
+    the Rows that are exchanged."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (x_shard_m, w), linear = ctx.saved_tensors, ctx.linear
-        dy = RankRows(dy_shard_n.contiguous(), linear.world_size, linear.batch)
-        return *linear.multiplying(w, ctx).heads_backward(x_shard_m, dy, ctx.needs_input_grad[0]), None
-
-
-@dataclass(frozen=True)
-class _Received:
-    """How what a rank receives becomes q, k and v. heads: this rank's. s: rows of the sequence. rows: which of them each rank
-    sends. trains: whether gradients are enabled."""
-
-    heads: AttentionHeads
-    s: int
-    rows: torch.Tensor
-    norm: QkNorm | None
-    rotary: Rotary | None
-    trains: bool
-
-
-class _QkvAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None, linear: Linear, received: _Received,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        heads, s_b, before, norm = received.heads, (received.s, x_shard_m.shape[1]), None, None
-        q, k, v = (x_shard_m.new_empty(*s_b, count, heads.dim) for count in (heads.query, heads.kv, heads.kv))
-        if received.norm is not None:
-            if received.trains and any(ctx.needs_input_grad):
-                before = x_shard_m.new_empty(*s_b, heads.kv, heads.per_group + 1, heads.dim)
-            norm = HeadNorm(received.norm, before)
-        saved = linear.to_heads(as_rows(x_shard_m), HeadRows((q, k, v), received.rows, received.rotary, bias, norm))
-        ctx.linear, ctx.received = linear, received
-        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w, before, q_weight, k_weight)
-        return q, k, v
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, linear: Linear,
+        shapes: Sequence[tuple[int, ...]], rows: Callable[..., Rows],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ys = tuple(linear.w.new_empty(shape) for shape in shapes)
+        saved = linear.to_heads(x, rows(ys, bias))
+        ctx.linear, ctx.rows = linear, rows
+        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, linear.w)
+        return ys
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_rows, w, before, *norm_weights = ctx.saved_tensors
-        received, norm, dbias, of_norm = ctx.received, None, None, (None, None)
-        if received.norm is not None:
-            norm = HeadNorm(received.norm.having(*norm_weights), before)
-        dy = HeadRows((dq, dk, dv), received.rows, received.rotary, None, norm)
-        if ctx.needs_input_grad[2]:
-            dy.bias_gradient = dq.new_zeros(received.heads.features, dtype=torch.float32)
-        dx, dw = ctx.linear.multiplying(w, ctx).heads_backward(x_rows, dy, ctx.needs_input_grad[0])
-        if dy.bias_gradient is not None:
-            dbias = dy.bias_gradient.to(dq.dtype)
-        if norm is not None:
-            of_norm = norm.of_weights()
-        return None if dx is None else dx.view(-1, dq.shape[1], dx.shape[-1]), dw, dbias, *of_norm, None, None
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, w), dy, dbias = ctx.saved_tensors, ctx.rows(dys, None), None
+        dy.sums = ctx.needs_input_grad[2]
+        dx, dw = ctx.linear.multiplying(w, ctx).heads_backward(x, dy, ctx.needs_input_grad[0])
+        if dy.sums:
+            dbias = dy.total.to(w.dtype)
+        return dx, dw, dbias, None, None, None
 
 
 class _ToRows(torch.autograd.Function):
-    """y = all_to_all(x) @ w.T. places: how x and dx hold the rows that are exchanged. trains: gradients are enabled."""
+    """y = all_to_all(x) @ w.T. rows: makes of x, or dx, the Rows that are exchanged. trains: gradients are enabled."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, places: Places, trains: bool
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        linear: Linear,
+        rows: Callable[..., Rows],
+        is_padded: bool,
+        trains: bool,
     ) -> torch.Tensor:
         x = x.contiguous()
-        y, kept = linear.to_rows(places.of(x), linear.keeps and trains and w.requires_grad)
-        ctx.linear, ctx.places, ctx.shape = linear, places, x.shape
+        y, kept = linear.to_rows(rows(x), linear.keeps and trains and w.requires_grad)
+        ctx.linear, ctx.rows, ctx.is_padded, ctx.shape = linear, rows, is_padded, x.shape
         ctx.save_for_backward(*(kept or [x] if ctx.needs_input_grad[1] else [None]), linear.w)
         return y  # whole and not as a view, which autograd would refuse to have written into
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        (*saved, w), places, dx, into, x = ctx.saved_tensors, ctx.places, None, None, None
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (*saved, w), dx, into, x = ctx.saved_tensors, None, None, None
         linear = ctx.linear.multiplying(w, ctx)
         if ctx.needs_input_grad[0]:
-            dx = dy.new_empty(ctx.shape[0] + places.is_padded, *ctx.shape[1:])  # with the row of padding
-            into, dx = places.of(dx), dx[: ctx.shape[0]] if places.is_padded else dx
+            dx = dy.new_empty(ctx.shape[0] + ctx.is_padded, *ctx.shape[1:])  # with the row of padding
+            into, dx = ctx.rows(dx), dx[: ctx.shape[0]] if ctx.is_padded else dx
         if ctx.needs_input_grad[1]:
-            x = saved if linear.keeps else places.of(saved[0])
-        return dx, linear.rows_backward(x, dy, into), None, None, None
+            x = saved if linear.keeps else ctx.rows(saved[0])
+        return dx, linear.rows_backward(x, dy, into), None, None, None, None
 
 
-_apply_linear_all_to_all, _apply_qkv, _apply_to_rows = applied(_LinearAllToAll), applied(_QkvAllToAll), applied(_ToRows)
+_apply_to_heads, _apply_to_rows = applied(_ToHeads), applied(_ToRows)

@@ -41,11 +41,8 @@ class Factor(NamedTuple):
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.7 microseconds more
 class Step:
-    """One all-to-all of one part: an operator with a bracket of its own.
-
-    give: makes the blocks to send, [W, rows, C], or x if there is a factor. read: takes what `start` returned, and what has
-    arrived from it; the step keeps its slot until `read` returns.
-    """
+    """One all-to-all of one part: an operator with a bracket of its own. give: makes the blocks to send, [W, rows, C], or x if
+    there is a factor. read: takes what `start` returned; the step keeps its slot until `read` returns."""
 
     domain: OverlapDomain
     plan: EnginePlan
@@ -76,8 +73,8 @@ class Step:
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Begin and read one step after the other. A step that may go before its predecessor reads begins at that time: what it
-    multiplies, to make its blocks or as its factor, hides what the predecessor has sent."""
+    """Begin and read one step after the other. What a step multiplies that goes before its predecessor reads hides what that has
+    sent."""
     ahead: AllToAllGemm | GemmAllToAll | None = None
     for step, following in zip_longest(steps, steps[1:]):
         with step.bracket:

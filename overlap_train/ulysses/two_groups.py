@@ -3,29 +3,27 @@
     to_heads    y = all_to_all(all_gather(x) @ w.T)        gathered over TP inside the product, then exchanged over Ulysses' ranks
     to_rows     y = reduce_scatter(all_to_all(x) @ w.T)    exchanged, then scattered over TP inside the product
 
-A part is an operator of the TP group and an all-to-all of the Ulysses group. The product of a part runs while copies exchange the
-part before or after it. All ranks enter both domains in one order: whoever waits has sent, in both, all that comes before.
+A part is an operator of the TP group and an all-to-all of the Ulysses group. All ranks enter both domains in one order: whoever
+waits has sent, in both, all that comes before. heads_backward does as to_rows.
 
     to_heads          [product 0] [product 1     ] [product 2     ]                 [a]: all-to-all of part a
                                   [0]              [1]              [2]
     to_rows           [0] [1]              [2]
                           [product 0     ] [product 1     ] [product 2     ]
-
-heads_backward does as to_rows. rows_backward has one all-to-all under each product, with dx of the part before and x of the next,
-if that is sent again: with an all-to-all of its own, x would have to come before the product, because until then a rank does not
-know that the third slot is free (group/workspace.py). The product for dw reads x when it has come.
-
     rows_backward     [x 0 ]         [dx 0, x 1]    [dx 1, x 2]    [dx 2]
                       [product 0  ]  [product 1  ]  [product 2  ]
 
-Each group compares its own part of a call: the TP ranks the product, Ulysses' ranks the exchange. What else all ranks of both
-must know (refusals, nodes), a rank tells one of its groups; each rank that hears it tells its other group.
+In rows_backward one all-to-all has dx of the part before and x of the next, if that is sent again: with an all-to-all of its own,
+x would have to come before the product, because until then a rank does not know that the third slot is free
+(group/workspace.py).
+
+Each group compares its own part of a call. What else all ranks of both must know (refusals, nodes), a rank tells one of its
+groups; each rank that hears it tells its other group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -41,23 +39,18 @@ from ..ops.plan import error_together
 from ..ops.plan_cache import cache_of, made_cache, plan_of
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from ..symmetric.agreement import OverlapMismatchError
-from .calls import Terms, like, rows_of_position, weight_error
-from .exchange import Linear, Rows, summed_copies
+from .exchange import Linear, Rows, Terms, like, rows_of_position, summed_copies, weight_error
 from .layout import AttentionHeads, SequenceShards
 from .parts import Part, cut, parts_that_hide, run_steps
 
 
-@dataclass(slots=True)
 class ShardedLinear(Linear):
     """One call of a Ulysses projection under tensor parallelism. weight: this TP rank's shard. copies: int64 [N'], which columns
-    of the product are sent, rank after rank. batch: rows of one position of a TP rank's shard. tensor: TP ranks."""
-
-    tensor: int = 1
+    of the product are sent, rank after rank. batch: rows of one position of a TP rank's shard."""
 
     @staticmethod
     def _multiply(product: Callable[..., Any], part: Part, *operands: Any) -> Any:
-        """`product` of linear.py for a part. GEMMs of the library leave an exchange across nodes its SMs; kernels have that in
-        their plan."""
+        """`product` of linear.py for a part. GEMMs of the library leave an exchange across nodes its SMs, as kernels do."""
         with part.exchange.domain.span.products_beside(part.exchange.plan.fprop):
             return product(part.product, *operands)
 
@@ -79,8 +72,8 @@ class ShardedLinear(Linear):
     def heads_backward(
         self, x: torch.Tensor | None, dy: Rows, wants_dx: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        dx, dw = [], None if x is None else self.gradient()
-        batch = self.batch * (self.tensor if self.parts[0].product.keeps else 1)
+        dx, dw, product = [], None if x is None else self.gradient(), self.parts[0].product
+        batch = self.batch * (product.domain.world_size if product.keeps else 1)
 
         def multiplied(part: Part, receiver: AllToAllGemm) -> None:
             blocks = receiver.received_view()  # whatever is frozen here
@@ -160,8 +153,7 @@ class ShardedLinear(Linear):
 
 
 def _together(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of all parts in one tensor. One part is returned as it is, and not as a view, which autograd would refuse to have
-    written into."""
+    """The rows of all parts in one tensor; never a view, which autograd would refuse to have written into."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -202,9 +194,8 @@ def refuse_in_both(
 def nodes_of_groups(
     shards: SequenceShards, config: OverlapConfig | None, device: torch.device, name: str
 ) -> tuple[int, int]:
-    """How many nodes the Ulysses group and the TP group of a rank span: the worst answer of any rank of both, which communicate
-    at their first call. Other groups of the same job may lie otherwise: a TP group on one node, its neighbour on two. A rank that
-    went by its own two groups alone could send what a peer does not wait for."""
+    """How many nodes the Ulysses group and the TP group span: the worst answer of any rank of both, which communicate at their
+    first call. A rank that went by its own two groups alone could send what a peer does not wait for."""
     return _agreed_nodes(_domains(shards, config, device), name)
 
 
@@ -267,7 +258,7 @@ def sharded_linear(
     settings, copies = config or domains[0].config, None if heads is None else heads.sent_rows(shards.ranks, w.device)
     places = places_of(x, w, shards, settings, heads)
     if heads is not None:
-        terms = terms.also(heads.meaning)
+        terms = terms.also(str(heads))
     if len(places) > 1:
         terms = terms.in_parts(places[-1][-1])
     (carries, features), parts = _exchanged(x, shards, settings, heads), []
@@ -290,7 +281,7 @@ def sharded_linear(
         parts.append(Part(first, last, *ops))
     if terms.on_plan is not None:
         terms.on_plan(parts[0].product.plan, None)
-    linear = ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x), tensor=shards.tensor)
+    linear = ShardedLinear(tuple(parts), w, w.detach(), copies, rows_of_position(x))
     if heads is None or bias is None:
         return linear, None
     return linear, (bias if copies is None else bias[copies]).chunk(shards.ranks)[shards.rank]

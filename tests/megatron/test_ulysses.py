@@ -6,15 +6,12 @@ import contextlib
 import functools
 import io
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from overlap_train import OverlapConfig, shutdown
@@ -101,46 +98,6 @@ def test_weights_that_are_gathered_in_forward_hooks_are_waited_for() -> None:
 def _bring(weight: torch.Tensor, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     pickle.dumps((args, kwargs))  # as Megatron's activation logging does
     module.weight.data.copy_(weight)  # type: ignore[union-attr]
-
-
-def _counting(calls: list[int], number: int, forward: Callable[..., Any], *args: Any) -> Any:
-    calls[number] += 1
-    return forward(*args)
-
-
-@on_ranks
-def test_norms_whose_weights_are_gathered_late_are_within_the_pass() -> None:
-    """Forward pre-hooks of Megatron's own DDP wait for them. The projection's weights come first, as in Megatron's own order."""
-    model = ulysses.gpt(Run(context_parallel=2, overlap=CHUNKED, architecture=NORMED))
-    attention, x = model.decoder.layers[0].self_attention, torch.randn(8, 1, 32)
-    expected = attention(x, None)[0]
-    order: list[str] = []
-    modules = {name: getattr(attention, name) for name in ("q_layernorm", "k_layernorm", "linear_qkv")}
-    for name, module in modules.items():
-        module.register_forward_pre_hook(_ddp_hook(name, module.weight, order))
-    norms = list(modules)[:2]
-    calls = [0, 0]
-    for number, name in enumerate(norms):
-        modules[name].forward = functools.partial(_counting, calls, number, modules[name].forward)
-    assert torch.equal(attention(x, None)[0], expected)
-    assert order == ["linear_qkv", "q_layernorm", "k_layernorm"] and calls == [0, 0]
-
-
-def _ddp_hook(name: str, weight: torch.nn.Parameter, order: list[str]) -> Any:
-    """Megatron's, of a weight that is NaN before it is called."""
-    values = weight.data.clone()
-    weight.data.fill_(torch.nan)
-
-    def finish_param_sync(skip_next_bucket_dispatch: bool) -> None:
-        order.append(name)
-        weight.data.copy_(values)
-
-    ddp = SimpleNamespace(
-        use_forward_hook=True, overlap_param_gather_with_optimizer_step=False,
-        ddp_config=SimpleNamespace(align_param_gather=False, overlap_param_gather=True),
-        param_to_bucket_group={weight: SimpleNamespace(finish_param_sync=finish_param_sync)},
-    )  # fmt: skip
-    return DistributedDataParallel._make_forward_pre_hook(ddp)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from overlap_train import AttentionHeads, OverlapTimeoutError, SequenceLayout
 from overlap_train.integrations.megatron import whole_sequence as whole
 from overlap_train.integrations.megatron.packed import Documents
+from overlap_train.integrations.megatron.ulysses_linears import Exchange
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
 from tests.processes import run_ranks, values
 
-EXCHANGE = SimpleNamespace(ranks=2, group=None, layout="zigzag")
+EXCHANGE = SimpleNamespace(ranks=2, rows=8, group=None, layout="zigzag")
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_of_masks_the_last_one_alone_is_kept(gathers: list[torch.Tensor]) -> None:
     """A micro-batch brings a mask, which is as large as the square of the sequence; all layers ask for it."""
     sequence, masks = WholeSequence(), [torch.zeros(1, 1, 4, 8) for _ in range(3)]
-    found = [weakref.ref(sequence.mask(mask, 8, EXCHANGE)) for mask in masks for _ in range(2)]
+    found = [weakref.ref(sequence.mask(mask, EXCHANGE)) for mask in masks for _ in range(2)]
     assert len(gathers) == len(masks), "once for all layers"
     assert [ref() is None for ref in found] == [True] * 4 + [False] * 2
-    assert sequence.mask(masks[-1], 8, EXCHANGE) is found[-1]()
+    assert sequence.mask(masks[-1], EXCHANGE) is found[-1]()
 
 
 def test_of_packs_the_last_one_alone_has_its_frequencies_and_angles_kept() -> None:
@@ -46,7 +47,7 @@ def test_of_packs_the_last_one_alone_has_its_frequencies_and_angles_kept() -> No
     sequence, freqs, kept = WholeSequence(), torch.rand(8, 1, 1, 4), []
     for end in (4, 5, 6, 7):
         documents = Documents((0, end, 8), (end, 8 - end))
-        both = [sequence.frequencies(freqs, 8, EXCHANGE, documents, False) for _ in range(2)]
+        both = [sequence.frequencies(freqs, EXCHANGE, documents, False) for _ in range(2)]
         assert both[0] is both[1]
         kept.append([weakref.ref(both[0]), weakref.ref(sequence.rotary(both[0], 1.0, False).cos)])
         del both
@@ -60,14 +61,14 @@ def _alone(rank: int, world: int, what: str) -> tuple[str, list[str]] | None:
         store.wait(["given up"])
         return None
     sequence = WholeSequence(timeout_s=1.0)
-    exchange = sequence.exchange(dist.group.WORLD, AttentionHeads(4, 2, 8), SequenceLayout(), 8, torch.device("cpu"))
+    exchange = Exchange(dist.group.WORLD, AttentionHeads(4, 2, 8), SequenceLayout(), 8, torch.device("cpu"))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             if what == "mask":
-                sequence.mask(torch.zeros(1, 1, 4, 8), 8, exchange)
+                sequence.mask(torch.zeros(1, 1, 4, 8), exchange)
             else:
-                sequence.frequencies(torch.zeros(4, 1, 1, 2), 8, exchange, None, False)
+                sequence.frequencies(torch.zeros(4, 1, 1, 2), exchange, None, False)
         except OverlapTimeoutError as error:
             return str(error), [str(one.message) for one in told]
         finally:

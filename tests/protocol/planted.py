@@ -279,10 +279,12 @@ def nothing_is_awaited() -> Any:
     return mock.patch.object(SimulatedExchange, "arrive")
 
 
-def exchanges(change: Callable[[Any, Any, Any], tuple[Any, Any, Any]]) -> Plant:
-    """Another (crossing, sent, received) of NCCL's exchanges."""
+def exchanges(change: Callable[[list], list]) -> Plant:
+    """Other pieces of NCCL's exchanges."""
     plain = SimulatedNccl.exchange
-    return lambda: mock.patch.object(SimulatedNccl, "exchange", lambda nccl, *exchange: plain(nccl, *change(*exchange)))
+    return lambda: mock.patch.object(
+        SimulatedNccl, "exchange", lambda nccl, crossing, pieces: plain(nccl, crossing, change(pieces))
+    )
 
 
 def puts(change: Callable[[SimulatedNvshmem, tuple], None]) -> Plant:

@@ -25,17 +25,17 @@ from tests.protocol.simulated_ranks import SimulatedDomain, SimulatedHeap, core
 from tests.protocol.simulated_streams import StreamSimulation
 
 Posted = dict[tuple[int, int], "Post"]  # by rank and number
+Pieces = list[tuple[torch.Tensor, torch.Tensor]]  # see pieces_of
 
 
 @dataclass(frozen=True)
 class NodeSimulation(StreamSimulation):
-    """world_size ranks, node_ranks in each node. chunks: of a block. together: of plans of A2A + GEMM. puts:
+    """world_size ranks, node_ranks in each node. chunks: of a block. puts:
     NVSHMEM is between the nodes instead of NCCL, and holds no SMs. send_sms, reduce_sms: of every plan. method: of problems that
     are not told one."""
 
     node_ranks: int = 1
     chunks: int = 2
-    together: int = 1
     puts: bool = False
     send_sms: int = NETWORK_SMS
     reduce_sms: int = 0
@@ -70,9 +70,10 @@ class NodeSimulation(StreamSimulation):
         network: Any = SimulatedNccl(gpu, driver, self.topology(rank), self.posted, self.blas)
         if self.puts:
             network = core("nodes.nvshmem").NvshmemPuts(driver, SimulatedNvshmem(gpu, driver, self.heaps, rank))
-        make = core("nodes.nvshmem").NvshmemEngine if self.puts else core("nodes.nccl").NcclEngine
         with mock.patch.object(torch.cuda, "Stream", gpu.new_stream):
-            return make(torch.device("cpu"), driver, network, fault, self.blas.of_a_rank())
+            return core("nodes.engines").StreamEngine(
+                torch.device("cpu"), driver, network, fault, self.blas.of_a_rank()
+            )
 
     def new_gpu(self, scheduler: Scheduler, rank: int) -> SimulatedGpu:
         """That of a rank, with the streams of another group's engine if it has one."""
@@ -111,14 +112,13 @@ class NodeDomain(SimulatedDomain):
 
     def _in_chunks(self, engine: Any) -> Any:
         """On the CPU plans have numbers of chunks of their own, and nothing holds SMs."""
-        chunks, together = self._simulation.chunks, self._simulation.together
+        chunks = self._simulation.chunks
         of_kind = (engine.kind, self.topology, chunks, engine.method == "fused")
         return replace(
             engine,
             chunks=chunks,
-            transfers=core("schedule.inter_node").transfers_of(*of_kind),
+            transfers=core("schedule.order").transfers_of(*of_kind),
             send_recvs=core("schedule.inter_node").send_recvs(*of_kind),
-            together=together,
             send_sms=0 if self._simulation.puts else self._simulation.send_sms,
             reduce_sms=self._simulation.reduce_sms,
         )
@@ -136,30 +136,36 @@ class Post:
 class SimulatedNccl:
     """An NcclTransport of one rank, which is connected with its rail peers. posted, blas: of all ranks."""
 
+    needs_buffers = True
+
     def __init__(
         self, gpu: SimulatedGpu, driver: SimulatedDriver, topology: Any, posted: Posted, blas: SimulatedBlas
     ) -> None:
         self._gpu, self._driver, self._topology, self._posted, self._blas = gpu, driver, topology, posted, blas
         self._stream, self._event, self._number = gpu.new_stream(), driver.new_event(), 0
 
-    def exchange(self, crossing: Any, sent: Any, received: Any) -> SimulatedExchange:
+    def start(self, exchange: Any) -> None:
+        exchange.work = self.exchange(exchange.exchanged, core("nodes.nccl").pieces_of(exchange))
+
+    def exchange(self, crossing: Any, pieces: Pieces) -> SimulatedExchange:
         self._number += 1
         self._driver.record_event(self._event, self._driver.current_stream())
         self._driver.wait_event(self._stream.cuda_stream, self._event, 0)
-        run: Callable[[], None] = partial(self._run, self._number, crossing, sent, received)
+        run: Callable[[], None] = partial(self._run, self._number, crossing, pieces)
         operation = Operation(f"exchange {self._number}", run)
         self._stream.enqueue(operation)
         return SimulatedExchange(self._gpu, operation)
 
-    def _run(self, number: int, crossing: Any, sent: Any, received: Any) -> None:
+    def _run(self, number: int, crossing: Any, pieces: Pieces) -> None:
         rank, source, scheduler = self._topology.rank, crossing.received.source, self._gpu.scheduler
         taker = self._topology.receiver(crossing.sent.target)
-        mine = self._posted[rank, number] = Post(taker, [sent.word, sent.data])
+        (data, into_data), (word, into_word) = pieces
+        mine = self._posted[rank, number] = Post(taker, [word, data])
         self._blas.crossing[self._gpu.rank] += 1
         scheduler.wait_until(lambda: (source, number) in self._posted, f"rank {source} to come to exchange {number}")
         theirs = self._posted[source, number]
         assert theirs.target == rank, f"exchange {number} of rank {source} goes to {theirs.target}"
-        for piece, into in zip(theirs.pieces, [received.word, received.data], strict=True):
+        for piece, into in zip(theirs.pieces, [into_word, into_data], strict=True):
             assert piece.numel() == into.numel(), (
                 f"rank {source} sends {piece.numel()} elements, {into.numel()} are expected"
             )

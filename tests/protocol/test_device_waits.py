@@ -8,7 +8,7 @@ import torch
 from overlap_train.group import signals as tags
 from overlap_train.group.signals import Tag
 from overlap_train.kernels import signal_words as words
-from overlap_train.kernels.own_block import wait_and_keep_kernel
+from overlap_train.kernels.signal import wait_and_keep_kernel
 
 WORLD, RANK, POLLS = 4, 1, 30
 EXPECTED = tags.next_word(0, Tag("fc1/fprop", "all_gather_linear, [4, 8]"))

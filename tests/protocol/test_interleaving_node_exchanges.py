@@ -18,7 +18,7 @@ import torch
 
 from tests.protocol.explore import Build, assert_passes, run_seed
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import Before, integers, tag_of, to_rows
+from tests.protocol.operator_problems import Before, integers, tag_of
 from tests.protocol.simulated_nodes import NodeSimulation, SimulatedNccl
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, core
 from tests.protocol.test_interleaving_nodes import (
@@ -29,15 +29,6 @@ from tests.protocol.test_interleaving_nodes import (
 )
 from tests.protocol.test_interleaving_nodes import backward as column_backward
 from tests.protocol.test_interleaving_parts import passes
-
-
-@pytest.mark.parametrize(
-    ("world", "node_ranks", "together", "one_queue"),
-    [(4, 2, 2, False), (6, 3, 2, True), (6, 3, 3, False), (3, 1, 1, True)],
-)
-def test_shallow_blocks_are_multiplied_together(world: int, node_ranks: int, together: int, one_queue: bool) -> None:
-    machine = NodeSimulation(world, node_ranks=node_ranks, together=together, one_queue=one_queue)
-    assert_passes(to_rows("chunked", machine, 4), range(1))
 
 
 def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | None = None) -> Build:

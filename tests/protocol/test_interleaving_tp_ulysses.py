@@ -101,7 +101,7 @@ def _linear(rank: GridRank, w: torch.Tensor, method: str) -> Any:
             parts_of.Part(first, first + TILE, exchanged.linear("linear"), product)
             for first in range(0, PARTS * TILE, TILE)
         )
-        return two_groups.ShardedLinear(parts, w, w, None, 1, tensor=2)
+        return two_groups.ShardedLinear(parts, w, w, None, 1)
 
     return {"column": linear(column), "row": linear(row)}
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap_train.schedule import order as inside_node
-from overlap_train.schedule.inter_node import send_recvs, transfers_of
+from overlap_train.schedule.inter_node import send_recvs
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import (
     ARRIVED,
@@ -20,10 +19,10 @@ from overlap_train.schedule.order import (
     NVLINK,
     OPERAND,
     Topology,
-    multiplied_together,
     sources,
     targets,
     tile_order,
+    transfers_of,
 )
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
@@ -148,18 +147,6 @@ def blocks_of_an_all_to_all_arrive_in_the_order_of_its_product(nodes: int, local
             assert turns == list(range((nodes - 1) * local))
 
 
-def a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive(nodes: int, local: int) -> None:
-    """The own one first; each once; as many as it may but for what is left of a node."""
-    for topology, together in product(topologies(nodes, local), (1, 2, local)):
-        found = multiplied_together(topology, together)
-        assert [block for blocks in found for block in blocks] == [
-            topology.rank,
-            *sources(topology, Kind.A2A_GEMM),
-        ]
-        assert all(len({block // local for block in blocks}) == 1 for blocks in found)
-        assert max(map(len, found)) == min(together, local) and len(found) == nodes * -(-local // together)
-
-
 def nodes_do_not_all_send_to_the_same_one(nodes: int, local: int) -> None:
     """In each turn every node has one sender, and what came in that turn is what is multiplied next."""
     world = topologies(nodes, local)
@@ -275,7 +262,6 @@ RULES: list[Callable[[int, int], None]] = [
     tiles_are_taken_in_the_order_of_the_legs,
     what_is_received_is_what_a_twin_sends,
     far_blocks_of_an_all_to_all_are_received_or_passed_on_once,
-    a_product_takes_blocks_of_one_node_in_the_order_in_which_they_arrive,
     a_kernel_gets_all_blocks_of_an_all_to_all_chunk_by_chunk,
     a_kernel_multiplies_what_arrives_first,
     what_a_kernel_sends_leaves_after_its_tiles,
@@ -297,6 +283,6 @@ def test_one_node_is_as_it_was() -> None:
         assert sources(topology) == tuple((rank - step) % world for step in range(1, world))
         for kind in KINDS:
             assert sources(topology, kind) == sources(topology)
-            mine = inside_node.transfers_of(kind, topology, 2)
+            mine = transfers_of(kind, topology, 2)
             assert {(transfer.link, transfer.fills, transfer.carries) for transfer in mine} <= {(NVLINK, rank, OPERAND)}
             assert mine.inside.all == mine.all and not mine.network.all and not mine.passed_on.all

@@ -182,17 +182,17 @@ def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
 
 def _slow(rank: int) -> None:
     """What arrives, and what is added, comes late, on each rank at other times."""
-    put, pass_on = GlooTransport.put, HostEngine._pass_on
+    put, arrive = GlooTransport.put, HostEngine.arrive
 
     def slow_put(self: GlooTransport, *arguments: Any) -> None:
         time.sleep(0.02 * rank)
         put(self, *arguments)
 
-    def slow_pass_on(self: HostEngine, *arguments: Any) -> None:
+    def slow_arrive(self: HostEngine, exchange: Any) -> None:
         time.sleep(0.02 * (5 - rank))
-        pass_on(self, *arguments)
+        arrive(self, exchange)
 
-    GlooTransport.put, HostEngine._pass_on = slow_put, slow_pass_on  # type: ignore[method-assign] # of this process
+    GlooTransport.put, HostEngine.arrive = slow_put, slow_arrive  # type: ignore[method-assign] # of this process
 
 
 def test_the_same_bits_whoever_is_late() -> None:
@@ -365,9 +365,9 @@ def _without_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     return impatient
 
 
-def _on_impatient(pass_on: Callable[..., None]) -> Callable[..., None]:
+def _on_impatient(arrive: Callable[..., None]) -> Callable[..., None]:
     """What passes on, without its wait."""
-    return lambda self, call, exchanged: pass_on(self, _Impatient(call), exchanged)
+    return lambda self, exchange: arrive(self, replace(exchange, call=_Impatient(exchange.call)))
 
 
 def _reuses_its_sum(send: Callable[..., Any]) -> Callable[..., Any]:
@@ -403,7 +403,7 @@ def _for_the_receiver(send: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plant(fault: str, rank: int) -> None:
     if fault == "a block is passed on before it is there":
-        HostEngine._pass_on = _on_impatient(HostEngine._pass_on)  # type: ignore[method-assign]
+        HostEngine.arrive = _on_impatient(HostEngine.arrive)  # type: ignore[method-assign]
     if fault == "the sum is sent before the partials are there":
         InterNodeGemmReduceScatter._make_sum = _without_wait(InterNodeGemmReduceScatter._make_sum)  # type: ignore[method-assign]
     if fault == "the result is complete before the sums of other nodes are there":

@@ -6,12 +6,11 @@ The same programs without a fault pass all of their seeds.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from overlap_train.nodes.engines import Piece
 from tests.protocol import planted as hook
 from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.operator_problems import gathers, scatters, to_heads, to_rows
@@ -60,8 +59,9 @@ class Fault:
     report: str = "wrong result"
 
 
-def with_zeros(sent: Piece) -> Piece:
-    return replace(sent, data=torch.zeros_like(sent.data))
+def with_zeros(pieces: list) -> list:
+    (data, into), word = pieces
+    return [(torch.zeros_like(data), into), word]
 
 
 WRONG, STOPS, ORDER, COUNTS = "wrong result", "deadlock", "at system scope", "acquires and is released"
@@ -133,7 +133,7 @@ FAULTS = [
     Fault("leaves without acquire", hook.accesses(".left", "atomic", hook.ordered("RELEASE")), DIRECT, "leaves with"),
     # between nodes
     Fault("what crosses is not awaited", lambda: hook.nothing_is_awaited(), NCCL, ANY),
-    Fault("zeros cross", hook.exchanges(lambda transfer, sent, into: (transfer, with_zeros(sent), into)), NCCL),
+    Fault("zeros cross", hook.exchanges(with_zeros), NCCL),
     Fault("put signals before its data", hook.puts(hook.put_signal_first), NVSHMEM),
     Fault("put leaves its data out", hook.puts(hook.put_without_data), NVSHMEM),
     Fault("put left out", hook.puts(hook.put_left_out), NVSHMEM, STOPS),

@@ -241,19 +241,11 @@ def _refused(rank: int, world: int) -> list[str]:
         lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=elsewhere),
         lambda: attention_output_linear(x[:3], w[:, :16], shards=SequenceShards(group, SequenceLayout("zigzag"))),
         lambda: attention_output_linear(x[0], w[:, :16], shards=shards),
-        lambda: qkv_all_to_all(x, w, shards=shards, heads=(4, 2, 4)),  # type: ignore[arg-type]
-        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=(turn.cos, turn.sin)),  # type: ignore[arg-type]
-        lambda: attention_output_linear(x, w[:, :16], shards=SequenceShards(group, "zigzag")),  # type: ignore[arg-type]
-        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, qk_norm=torch.ones(4)),  # type: ignore[arg-type]
-        lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, qk_norm=QkNorm(torch.ones(4), torch.ones(2, 4), 1e-6)),
         lambda: SequenceShards(group, tp_group=group),
-        lambda: qkv_all_to_all(x, w, shards=group, heads=heads),  # type: ignore[arg-type]
-        lambda: attention_output_linear(x, w[:, :16], shards=group),  # type: ignore[arg-type]
         lambda: qkv_all_to_all(x, w, shards=shards, heads=heads, rotary=Rotary(torch.ones(8, 0), torch.ones(8, 0))),
         lambda: qkv_all_to_all(x, w[0, 0], shards=shards, heads=heads),
         lambda: qkv_all_to_all(x, w, shards=SequenceShards(None), heads=heads),  # type: ignore[arg-type]
         lambda: linear_all_to_all(x, w[0, 0], group=group),
-        lambda: linear_all_to_all(x, w, group=group, heads=(4, 2, 4)),  # type: ignore[arg-type]
     )
     said = []
     for call in calls:
@@ -279,19 +271,11 @@ def test_calls_that_do_not_fit_say_why() -> None:
                 "linear_qkv: rotary has cos on cpu and sin on meta, the input is on cpu; move them there",
                 "linear_proj: a sequence or document of 3 rows cannot be cut into the 4 equal chunks",
                 "linear_proj: the input has shape (1, 8); it must be [sequence, batch, features]",
-                "linear_qkv: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
-                "linear_qkv: rotary is a tuple; it must be Rotary(cos, sin), or None",
-                "linear_proj: layout='zigzag' must be a SequenceLayout, such as SequenceLayout('zigzag')",
-                "linear_qkv: qk_norm is a Tensor; it must be QkNorm(q_weight, k_weight, eps), or None",
-                "linear_qkv: qk_norm has weights (4,) and (2, 4); both must be [4], a head's features",
                 "SequenceShards: tp_group is group; they must be two groups",
-                "must be SequenceShards(group, layout, tp_group)",
-                "must be SequenceShards(group, layout, tp_group)",
                 "linear_qkv: rotary turns 0 features of each head, which has 4",
                 "linear_qkv: w has 1 rows (shape ()), AttentionHeads(query=4, kv=2, dim=4) needs 32; they must be equal",
                 "group=None: pass the tensor-parallel group",
                 "linear_all_to_all: x_shard_m has shape (4, 1, 8) and w (); they need at least 2, and exactly 2 dimensions",
-                "linear_all_to_all: heads=(4, 2, 4) must be AttentionHeads(query=..., kv=..., dim=...)",
             ),
             strict=True,
         ):

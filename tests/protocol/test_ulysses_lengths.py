@@ -18,7 +18,7 @@ from overlap_train import (
     attention_output_linear,
     qkv_all_to_all,
 )
-from overlap_train.ulysses import calls, parts
+from overlap_train.ulysses import exchange, parts
 from tests.processes import run_ranks, values
 from tests.tp_ulysses_cases import DIM, HIDDEN, NAMES, B, Problem, divided, expected, grid, integers
 
@@ -35,7 +35,7 @@ def _exact(
     if in_parts:
         parts._MIB = 1 << 10  # a KiB stands for a MiB
     g, cuts = grid(tensor), []
-    cut, calls.cut_exchange = calls.cut_exchange, lambda *args: cuts.append(cut(*args)) or cuts[-1]  # type: ignore[func-returns-value]
+    cut, exchange.cut_exchange = exchange.cut_exchange, lambda *args: cuts.append(cut(*args)) or cuts[-1]  # type: ignore[func-returns-value]
     for number, lengths in enumerate(every):
         for heads in (AttentionHeads(8, count, DIM) for count in kv):
             problem = Problem(sum(lengths), heads, SequenceLayout(lengths=lengths), seed=10 * number)

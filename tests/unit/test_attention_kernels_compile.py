@@ -16,8 +16,6 @@ HEADS = dict(HEADS=10, PER_GROUP=3, DIM=128, BLOCK_H=8)
 KERNELS = {
     ("attention_layout", "unpack_kernel"): dict(HAS_BIAS=True, PAIRS=64, REST=64),
     ("attention_layout", "pack_kernel"): dict(PAIRS=64, REST=64),
-    ("attention_norm", "unpack_normed_kernel"): dict(HAS_BIAS=True, KEEPS=True, ZERO_CENTERED=True, WIDTH=128),
-    ("attention_norm", "pack_normed_kernel"): dict(ZERO_CENTERED=True, WIDTH=128, ROWS=16),
 }
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from overlap_train import OverlapTimeoutError
 from overlap_train.group.signals import FaultRecord
 from overlap_train.nodes import gloo, nccl
-from overlap_train.nodes.engines import Piece
+from overlap_train.nodes.engines import Exchange
 from overlap_train.nodes.nvshmem import NvshmemPuts
 from overlap_train.nodes.slots import Place
 from overlap_train.schedule.inter_node import send_recvs
@@ -118,6 +118,9 @@ def test_a_send_of_a_process_that_failed_is_raised_ever_after_and_not_awaited() 
     engine.close()
 
 
+STREAM = 77
+
+
 class Bindings:
     """CUDA's driver and NVSHMEM's bindings, in one order."""
 
@@ -125,6 +128,9 @@ class Bindings:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
+
+    def current_stream(self) -> int:
+        return STREAM
 
     def copy(self, *arguments: int) -> int:
         self.calls.append(("copy", *arguments))
@@ -143,19 +149,19 @@ class Bindings:
 def test_nvshmem_is_told_to_put_what_is_staged_with_its_signal() -> None:
     """In one stream. Addresses are the sender's own, in which NVSHMEM finds those of the rank that is named. Words are unsigned:
     an epoch of 2^31 and more is a negative number in int64."""
-    told, memory, source, stream = Bindings(), torch.zeros(1000, dtype=torch.uint8), torch.arange(6.0), 77
+    told, memory, source, stream = Bindings(), torch.zeros(1000, dtype=torch.uint8), torch.arange(6.0), STREAM
     network: Any = NvshmemPuts(told, told)  # type: ignore[arg-type]
     network.attach(memory, 904)
     start, place = memory.data_ptr(), Place(receiver=1, rank=3, data=64, signal=8)
-    network.put(source, place, (5 << 32) + 6, stream)
-    network.put(torch.zeros(0), place, -(1 << 63) + 6, stream)
+    network.put(source, place, (5 << 32) + 6)
+    network.put(torch.zeros(0), place, -(1 << 63) + 6)
     assert told.calls == [
         ("copy", start + 904, source.data_ptr(), 24, stream),
         ("put", start + 64, start + 904, 24, start + 8, (5 << 32) + 6, 9, 3, stream),
         ("signal", start + 8, (1 << 63) + 6, 9, 3, stream),
     ]
     with pytest.raises(AssertionError):
-        network.put(torch.zeros(25), place, 6, stream)
+        network.put(torch.zeros(25), place, 6)
 
 
 class Event:
@@ -205,8 +211,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
 
 
 def exchange(transport: Any, elements: int = 4) -> None:
-    pieces = [Piece(torch.zeros(elements), torch.zeros(1, dtype=torch.int64)) for _ in range(2)]
-    transport.exchange(send_recvs(Kind.AG_GEMM, TOPOLOGY, 1)[0], *pieces)
+    word = torch.zeros(1, dtype=torch.int64)
+    call: Any = SimpleNamespace(slot=SimpleNamespace(epoch=word), crossed=lambda received: word)
+    data, exchanged = torch.zeros(elements), send_recvs(Kind.AG_GEMM, TOPOLOGY, 1)[0]
+    transport.start(Exchange(call, exchanged, data, buffer=torch.zeros(elements)))
 
 
 @needs_nccl

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...group.domain import OverlapDomain
+from ...nodes.plan import sms_of_network
 from ...ops.plan_cache import cache_of
 from ...schedule.kinds import Kind
 from ...select.choose import choose
@@ -117,7 +118,7 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
         between = {
             "nodes": nodes,
             "emulated": pretends(),
-            "network_sms": domain.span.settled(domain.config).network_sms,
+            "network_sms": sms_of_network(domain.config, domain.device),
         }
     for case in cases:
         inputs, problem = world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks

@@ -159,7 +159,7 @@ def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -
     """How the case runs by a choice; like: one of its input sets."""
     weight = like.right if like.right.is_contiguous() else like.right.t()
     planned = case.planned(domain.world_size, like.left.dtype)
-    planner = planner_of(domain.topology, domain.span.settled(domain.config), domain.span.network_gbs)
+    planner = planner_of(domain.topology, domain.config)
     return planner.plan(choice, planned, domain.device, weight)
 
 

@@ -95,7 +95,6 @@ def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | N
     world, results = session.world, session.results
     planned, nodes = case.planned(world.size, session.dtype), domain.topology.nodes
     default = untuned(planned, world.device, nodes).method
-    domain.span.settled(domain.config)  # the network is measured
     inputs, calls = inputs_of(case, session), dict[Method, Call]()
     run_of = _backward if planned.kind.before_wgrad else overlapped
     for name in filter(reach_of(nodes).may_choose, serving(session.methods, planned)):
