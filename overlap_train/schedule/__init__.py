@@ -1,4 +1,4 @@
-"""Who sends which piece to whom, after what, and in which order tiles are computed. Nothing else knows an order.
+"""Who sends which piece to whom, and after what. Nothing else knows an order.
 
     gather (AG + GEMM)    rank R sends its shard to R+1, R+2, ...; it multiplies its own shard, then those of R-1, R-2, ...:
                           the order in which they arrive
@@ -8,5 +8,5 @@
                           its own columns, then those of R-1, R-2, ..., in one accumulator
 
 Across nodes blocks of far nodes go first (docs/design.md, Several nodes). Tests hold the order in which kernels take tiles to
-`tile_order`, and to `strip_order` those of Hopper, whose tiles may cross from one chunk into the next.
+tests/tile_orders.py, which says in which order they have to.
 """

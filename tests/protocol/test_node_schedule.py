@@ -21,9 +21,9 @@ from overlap_train.schedule.order import (
     Topology,
     sources,
     targets,
-    tile_order,
     transfers_of,
 )
+from tests.tile_orders import tile_order
 
 SIZES = [(2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 4)]
 CHUNKS = 2

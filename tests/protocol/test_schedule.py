@@ -9,7 +9,8 @@ import triton.language as tl
 
 from overlap_train.kernels.order import exchange_piece, gather_tile, received_block, scatter_tile
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Topology, sources, targets, tile_order, transfers_of
+from overlap_train.schedule.order import Topology, sources, targets, transfers_of
+from tests.tile_orders import tile_order
 
 SIZES = [(1, 1, 1), (2, 1, 3), (2, 2, 2), (3, 2, 3), (4, 4, 1), (6, 8, 2)]
 NODES = [(2, 1, 2, 1), (2, 2, 1, 3), (2, 3, 2, 2), (3, 2, 2, 1)]  # nodes, ranks of each, chunks, tiles

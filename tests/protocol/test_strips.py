@@ -19,7 +19,8 @@ from overlap_train.kernels.tiles import (
     tiles_in_scatter,
 )
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Strips, Topology, Unit, strip_order, units_in_run
+from overlap_train.schedule.order import Topology, Unit, units_in_run
+from tests.tile_orders import Strips, strip_order
 
 
 @triton.jit

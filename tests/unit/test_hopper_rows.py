@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from overlap_train.schedule.kinds import Kind
-from overlap_train.schedule.order import Strips, Unit, sources, strip_order, units_in_run
+from overlap_train.schedule.order import Unit, sources, units_in_run
 from overlap_train.select.tiles import HOPPER_TILE, count_waves
+from tests.tile_orders import Strips, strip_order
 from tests.unit.hopper_model import ORDER, SMS, Product, Stored, run_gather, run_scatter
 
 pytestmark = pytest.mark.slow
