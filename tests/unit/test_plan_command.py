@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ def rows_of(lines: list[str]) -> dict[tuple[str, str], list[str]]:
     return {(c[0], c[1]): c for c in cells if len(c) > 4 and c[1] in ("forward", "backward", "both")}
 
 
-def test_a_plan_by_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = planned(capsys, "--tp", "4")
+def test_a_plan_by_tensor_parallelism(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = planned(capsys, "--tp", "4", "--json", str(tmp_path / "plan.json"))
     rows = rows_of(lines)
     assert {linear for linear, _ in rows} == {"qkv", "proj", "fc1", "fc2", "output", "layer", "model"}
     assert all(1.0 < float(row[-1]) < 2.0 for row in rows.values()), "gains"
@@ -33,6 +34,8 @@ def test_a_plan_by_tensor_parallelism(capsys: pytest.CaptureFixture[str]) -> Non
     passes = [row for (linear, _), row in rows.items() if linear in ("qkv", "proj", "fc1", "fc2")]
     gemm, ours = (sum(float(row[place]) for row in passes) for place in (5, -4))
     layer = rows["layer", "both"]
+    passes = json.loads((tmp_path / "plan.json").read_text())["passes"]
+    assert passes[-2]["gemm_us"] == pytest.approx(1e3 * gemm, abs=10), "of the layer"
     assert float(layer[2]) == pytest.approx(gemm, abs=0.01) and float(layer[-4]) == pytest.approx(ours, abs=0.01)
 
 
@@ -58,6 +61,7 @@ def test_a_slower_gpu_has_less_to_gain(capsys: pytest.CaptureFixture[str]) -> No
         (("--tp", "16"), "at most 8; set --nodes"),
         (("--tp", "2", "--cp", "2"), "both at once are not estimated"),
         (("--tp", "6", "--nodes", "4"), "each node must have as many"),
+        (("--json", "."), "--json . cannot be written"),
         (("--check", "."), "no row of operators.json or layers.json"),
     ],
 )

@@ -1,8 +1,9 @@
-"""`overlap-train plan`: the table of a plan, or a check of its estimates against records."""
+"""`overlap-train plan`: the table and JSON of a plan, or a check of its estimates against records."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...flags import Parser, add_options, from_args, option
@@ -31,6 +32,7 @@ class Asked(Strategy):
         "", f"one of {', '.join(SYSTEMS)}; without it {_DEFAULT}, or the machine of each record", metavar="NAME"
     )
     model: str = option("llama3-8b", f"one of {', '.join(_PLANNED)}", choices=_PLANNED, metavar="NAME")
+    json: str = option("", "write inputs and results to FILE, in microseconds", metavar="FILE")
     check: tuple[str, ...] = option(
         (), "instead, compare estimates with the records of overlap-train bench in these folders",
         parse=str, metavar="FOLDER", spaced=True,
@@ -66,6 +68,12 @@ def main(arguments: list[str]) -> int:
         "Estimated, not measured; times in ms.", "",
         *aligned([_HEADINGS, *map(_row, [*predictions, *sums])]), "", _GAIN, sep="\n",
     )  # fmt: skip
+    if asked.json:
+        document = {"system": asdict(system), "asked": asdict(s), "passes": [asdict(p) for p in [*predictions, *sums]]}
+        try:
+            Path(asked.json).write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise ValueError(f"--json {asked.json} cannot be written ({error.strerror}); name another file") from error
     return 0
 
 
