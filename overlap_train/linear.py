@@ -25,7 +25,7 @@ from .config import OverlapConfig
 from .group.domain import is_profiling, profiled
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
-from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER
+from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, local_operands
 from .ops.table import start_engine
 from .ops.wgrad import WeightGradient
 
@@ -57,11 +57,13 @@ def _as_a_whole() -> AbstractContextManager[Any]:
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator for a backward that cannot be differentiated. It switches gradients off and on again, 2.5 microseconds:
-    here only where they are on (create_graph=True)."""
+    here only where they are on (create_graph=True). Compiled autograd traces a backward: it gets this one as a whole."""
     refused = refusing(backward)
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return run_eagerly(backward, ctx, *gradients)
         return (refused if torch.is_grad_enabled() else backward)(ctx, *gradients)
 
     return once
@@ -181,6 +183,8 @@ def all_gather_linear(
         return run_eagerly(
             all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
+    if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN:
+        x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
     y = _apply_all_gather(x_shard_m if x_shard_m.dim() == 2 else as_rows(x_shard_m), w_shard_n, op)
     if x_shard_m.dim() > 2:
@@ -219,6 +223,8 @@ def linear_reduce_scatter(
         return run_eagerly(
             linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
+    if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN:
+        x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
     y = _apply_reduce_scatter(x_shard_k if x_shard_k.dim() == 2 else as_rows(x_shard_k), w_shard_k, op)
     if x_shard_k.dim() > 2:
@@ -226,7 +232,7 @@ def linear_reduce_scatter(
     return y if bias is None else y + bias
 
 
-def run_eagerly(operator: Callable[..., torch.Tensor], *operands: Any, **settings: Any) -> torch.Tensor:
+def run_eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
     """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it. Wrapped here and not where the
     operator is defined, because that would import Dynamo, 1.4 s, with this package."""
     return torch.compiler.disable(operator)(*operands, **settings)

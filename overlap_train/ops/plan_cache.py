@@ -20,13 +20,12 @@ from ..select.table import Table
 from .launch import is_interpreted
 from .plan import Plan, error_on_device, make_plan
 from .planned import Planned, PlannedOp
-from .spec import OperatorSpec, autocast_error, tensor_error
+from .spec import PLAIN, OperatorSpec, autocast_error, tensor_error
 
 if TYPE_CHECKING:
     from .autotune import AutotuneRuns
 
 _CONFIGS = (OverlapConfig, type(None))
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Autotune | None], None]
@@ -181,7 +180,7 @@ def op_of(
     config: OverlapConfig | None, name: str, on_plan: OnPlan | None = None,
 ) -> PlannedOp:  # fmt: skip
     """The planned call of the linear `name`: its handle, if nothing has changed since its last call, else by plan_of."""
-    if type(x) not in _PLAIN or type(w) not in _PLAIN or torch._C._are_functorch_transforms_active():
+    if type(x) not in PLAIN or type(w) not in PLAIN or torch._C._are_functorch_transforms_active():
         _refuse_strange(spec, x, w, name)
     trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
     now = (
@@ -219,7 +218,7 @@ def plan_of(
         OverlapTimeoutError: a rank did not come.
         RuntimeError: see group/memory.py, or another thread is in an operator of the same group.
     """
-    if type(x) not in _PLAIN or type(w) not in _PLAIN or torch._C._are_functorch_transforms_active():
+    if type(x) not in PLAIN or type(w) not in PLAIN or torch._C._are_functorch_transforms_active():
         _refuse_strange(spec, x, w, name)
     wrong = autocast_error(name, x)
     if wrong is not None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..schedule.kinds import Kind
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -43,8 +45,9 @@ def tensor_error(name: str, tensors: dict[str, torch.Tensor | None]) -> str | No
     for what, tensor in tensors.items():
         kind: Any = type(tensor)
         if tensor is not None and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            is_shard = hasattr(tensor, "to_local")
-            way = f"pass its shard, {what}.to_local()" if is_shard else "pass a tensor with memory of its own"
+            way = "pass a tensor with memory of its own"
+            if hasattr(tensor, "to_local"):
+                way = f"shard it over the group's ranks as the operator says, or pass its shard, {what}.to_local()"
             return f"{name}: {what} is a {kind.__name__}, and operators send what lies in memory; {way}"
     return None
 
@@ -138,3 +141,27 @@ LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", Kind.GEMM_A2A, "x_shard_m"
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", Kind.A2A_GEMM, "x_shard_k", "w")
 # Beside a product of another group (ulysses/two_groups.py). x: what one rank sends, the columns of all ranks side by side.
 ALL_TO_ALL = OperatorSpec("all_to_all", Kind.A2A_GEMM)
+
+
+def local_operands(
+    spec: OperatorSpec, group: dist.ProcessGroup, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x, w and bias of a tensor-parallel linear, with this rank's part of each DTensor that lies over the group's ranks as the
+    operator means. Others stay as they are, and `tensor_error` refuses them."""
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+    ranks = dist.get_process_group_ranks(group)
+    row = spec is LINEAR_REDUCE_SCATTER
+    meant = (Shard(x.dim() - 1), Shard(1), Replicate()) if row else (Shard(0), Shard(0), Shard(0))
+
+    def local(tensor: Any, placement: Placement) -> Any:
+        if (
+            not isinstance(tensor, DTensor)
+            or tensor.device_mesh.mesh.tolist() != ranks
+            or tensor.placements != (placement,)
+        ):
+            return tensor
+        # Of a bias that all ranks have each knows the gradient of its own rows.
+        return tensor.to_local(grad_placements=[Partial()] if placement.is_replicate() else None)
+
+    return local(x, meant[0]), local(w, meant[1]), local(bias, meant[2])

@@ -179,8 +179,9 @@ def test_groups_that_were_first_used_in_different_orders_end_together() -> None:
     assert values(run_ranks(2, _groups_in_other_order, limit_s=40)) == ["ended"] * 2
 
 
-def _compiled(rank: int, world: int) -> tuple[bool, int]:
-    """Whether values and gradients are there; how many graphs torch.compile has made of what comes before the linear, and after.
+def _compiled(rank: int, world: int) -> tuple[bool, int, int]:
+    """Whether values and gradients are there; how many graphs torch.compile has made of what comes before the linear, and after;
+    how many compiled autograd makes of a backward pass.
 
     The group is found outside: in a function that asks for `dist.group.WORLD`, torch.compile compiles nothing.
     """
@@ -198,12 +199,18 @@ def _compiled(rank: int, world: int) -> tuple[bool, int]:
     x = torch.ones(4, 8, requires_grad=True)
     y = torch.compile(block, backend=counting)(x)
     y.sum().backward()
-    return bool((y == 17).all()) and x.grad is not None and w.grad is not None, len(graphs)
+    forward, dx, dw = len(graphs), x.grad.clone(), w.grad.clone()
+    x.grad = w.grad = None
+    loss = block(x).sum()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=counting)):
+        loss.backward()
+    right = (y == 17).all() and torch.equal(x.grad, dx) and torch.equal(w.grad, dw)
+    return bool(right), forward, len(graphs) - forward
 
 
 def test_torch_compile_leaves_the_calls_to_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # the Megatron tests set it
-    assert values(run_ranks(2, _compiled, limit_s=100)) == [(True, 2)] * 2
+    assert values(run_ranks(2, _compiled, limit_s=100)) == [(True, 2, 2)] * 2
 
 
 def _bfloat16_interpreted(rank: int, world: int) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from overlap_train import (
@@ -218,7 +218,7 @@ def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
 def _tensors_that_are_not_plain(rank: int, world: int) -> None:
     """What one rank passes by mistake all pass: each is refused in a sentence, and nothing of the group is spoilt."""
     case, x = _case(), torch.ones(4, 8)
-    w = DTensor.from_local(torch.ones(8, 8), init_device_mesh("cpu", (world,)), [Shard(0)])
+    w = DTensor.from_local(torch.ones(8, 8), init_device_mesh("cpu", (world,)), [Replicate()])
 
     def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return all_gather_linear(x, w, group=case.group, config=case.config)
@@ -230,6 +230,26 @@ def _tensors_that_are_not_plain(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match=r"inside a transform of torch\.func"):
         torch.func.grad(lambda x: call(x, torch.ones(8, 8)).sum())(x)
     assert (call(x, w.to_local()) == 8).all()
+
+
+def _dtensors_that_lie_as_the_operator_means(rank: int, world: int) -> None:
+    case, mesh = _case(), init_device_mesh("cpu", (world,))
+    generator = torch.Generator().manual_seed(rank)
+    x, w, v = (torch.randn(8, 8, generator=generator) for _ in range(3))
+
+    def grads(x: Any, w: Any, v: Any, bias: Any) -> list[Any]:
+        leaves = [each.requires_grad_() for each in (x, w, v, bias)]
+        y = all_gather_linear(x, w, group=case.group, config=case.config)
+        linear_reduce_scatter(y, v, bias, group=case.group, config=case.config).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    whole = torch.ones(8)
+    *plain, of_own_rows = grads(x.clone(), w.clone(), v.clone(), whole.clone())
+    dist.all_reduce(of_own_rows)
+    placed = zip((x, w, v, whole), (Shard(0), Shard(0), Shard(1), Replicate()), strict=True)
+    *found, of_bias = grads(*(DTensor.from_local(each.clone(), mesh, [place]) for each, place in placed))
+    assert all(torch.equal(a.to_local(), b) for a, b in zip(found, plain, strict=True))
+    assert torch.equal(of_bias.full_tensor(), of_own_rows)
 
 
 def _selective_checkpointing(rank: int, world: int) -> None:
@@ -287,6 +307,7 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
         _after_memory_ran_out, _backward_after_shutdown, _shutdown_in_an_operator, _inference_first, _inference_in_parts,
         _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients, _tensors_that_are_not_plain,
+        _dtensors_that_lie_as_the_operator_means,
         _any_default_device, _settings_of_one_rank, _selective_checkpointing,
     ],
     ids=lambda body: body.__name__.strip("_"),
