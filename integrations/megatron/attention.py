@@ -262,7 +262,7 @@ class UlyssesSelfAttention(SelfAttention):
     def _mask(self, mask: torch.Tensor | None, exchange: Exchange) -> torch.Tensor | None:
         """The attention mask of all rows. TransformerEngine ignores one beside a causal mask type; none is made for it."""
         ignored = self.attn_mask_type == AttnMaskType.causal and is_transformer_engines(self.core_attention)
-        return None if mask is None or ignored else self.whole.mask(mask, exchange)
+        return None if mask is None or ignored else self.whole.mask(mask, exchange, self.layer_number)
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, packed: Any

@@ -106,13 +106,19 @@ class WholeSequence:
 
     def __init__(self, timeout_s: float = OverlapConfig.timeout_s) -> None:
         self.timeout_s = timeout_s
+        self._masked: set[int] = set()  # layers that have the mask which is kept
         self._answers: dict[str, OrderedDict[Any, tuple[Any, Any]]] = {kind: OrderedDict() for kind in _MOST_KEPT}
 
-    def mask(self, mask: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        """[b, 1, s, s] from the rows that this rank has, [b, 1, s/W, s]; anything else as it is."""
+    def mask(self, mask: torch.Tensor, exchange: Exchange, layer: int) -> torch.Tensor:
+        """[b, 1, s, s] from the rows that this rank has, [b, 1, s/W, s]; anything else as it is. layer: that asks. Where it has
+        this mask already, a new forward begins: what a loader wrote into a buffer of its own by `.data` has the old identity."""
         if mask.dim() < 3 or mask.size(-2) * exchange.ranks != exchange.rows or exchange.ranks == 1:
             return mask
         key = (_MASK, *_identity(mask), exchange.group, exchange.layout)
+        if layer in self._masked or key not in self._answers[_MASK]:
+            self._answers[_MASK].clear()
+            self._masked.clear()
+        self._masked.add(layer)
         return self._kept(key, mask, lambda: gathered(mask, mask.dim() - 2, exchange, self.timeout_s))
 
     def frequencies(

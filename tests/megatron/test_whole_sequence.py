@@ -36,10 +36,12 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_of_masks_the_last_one_alone_is_kept(gathers: list[torch.Tensor]) -> None:
     """A micro-batch brings a mask, which is as large as the square of the sequence; all layers ask for it."""
     sequence, masks = WholeSequence(), [torch.zeros(1, 1, 4, 8) for _ in range(3)]
-    found = [weakref.ref(sequence.mask(mask, EXCHANGE)) for mask in masks for _ in range(2)]
+    found = [weakref.ref(sequence.mask(mask, EXCHANGE, layer)) for mask in masks for layer in (1, 2)]
     assert len(gathers) == len(masks), "once for all layers"
     assert [ref() is None for ref in found] == [True] * 4 + [False] * 2
-    assert sequence.mask(masks[-1], EXCHANGE) is found[-1]()
+    assert sequence.mask(masks[-1], EXCHANGE, 3) is found[-1]()
+    masks[-1].data.fill_(1)  # the version stays
+    assert sequence.mask(masks[-1], EXCHANGE, 1).sum() == 64, "the next micro-batch, in the same memory"
 
 
 def test_of_packs_the_last_one_alone_has_its_frequencies_and_angles_kept() -> None:
@@ -66,7 +68,7 @@ def _alone(rank: int, world: int, what: str) -> tuple[str, list[str]] | None:
         warnings.simplefilter("always")
         try:
             if what == "mask":
-                sequence.mask(torch.zeros(1, 1, 4, 8), exchange)
+                sequence.mask(torch.zeros(1, 1, 4, 8), exchange, 1)
             else:
                 sequence.frequencies(torch.zeros(4, 1, 1, 2), exchange, None, False)
         except OverlapTimeoutError as error:
