@@ -19,6 +19,7 @@ from overlap_train import (
     qkv_all_to_all,
 )
 from overlap_train.group.registry import domain_of
+from overlap_train.ops.plan_cache import cache_of
 
 B, HIDDEN, DIM = 2, 24, 8
 CONTIGUOUS = SequenceLayout()
@@ -62,9 +63,10 @@ def ulysses_across_nodes(
     tensor: dist.ProcessGroup, ulysses: dist.ProcessGroup, config: OverlapConfig, device: torch.device, **between: str
 ) -> None:
     """Make the groups' domains: each tensor-parallel group is a node, each rank of Ulysses in a node of its own. Calls then pass
-    config=None. between: other settings of Ulysses' domain."""
-    domain_of(tensor, replace(config, node_ranks=tensor.size()), device)
-    domain_of(ulysses, replace(config, node_ranks=1, **between), device)  # type: ignore[arg-type]
+    config=None, and go by these settings. between: other settings of Ulysses' domain."""
+    for group, own in ((tensor, {"node_ranks": tensor.size()}), (ulysses, {"node_ranks": 1, **between})):
+        domain = domain_of(group, replace(config, **own), device)  # type: ignore[arg-type]
+        cache_of(domain, "test").defaults = domain.config
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ def test_methods_take_turns_and_are_exact(tuned_case: Case, operator: str) -> No
             OPERATORS[operator](case, (512, 1), 1024, 768, seed=seed)
     cache = made_cache(made_domain(case.group))
     assert cache is not None
-    winners = cache.table.winners.values()
+    winners = cache.table.values()
     assert len(winners) == 2
     for winner in winners:
         tried = {how.name for how in winner.ms}
