@@ -6,8 +6,8 @@ MAX_CHUNKS = 8
 # A signal is one int64: the epoch in the upper half, the fingerprint of the call in the lower half (group/signals.py).
 EPOCH_SHIFT = 32
 
-# Counters of one product, in this order (slot.py, Counters): CTAs that have exited, tiles and pieces that were claimed, chunks
-# that are here, then one count of completed tiles for each signal.
+# Counters of one product, in this order (group/slots.py, Counters): CTAs that have exited, tiles and pieces that were claimed,
+# chunks that are here, then one count of completed tiles for each signal.
 FIRST_COUNTERS = 4
 
 # Words of a fault record, which kernels fill and the host reads.

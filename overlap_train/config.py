@@ -38,7 +38,7 @@ _SECONDS: Rule = (
 )
 _FOLDER: Rule = ("must name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
 _NODE = _whole("must be a number of ranks, or 0 to find the nodes", 0)
-_SMS = _whole(f"must be a number from 1 to {MOST_CTAS}, or 0 to measure it", 0, MOST_CTAS)
+_SMS = _whole(f"must be a number from 1 to {MOST_CTAS}, or 0 for the default", 0, MOST_CTAS)
 _CALLS = _whole(
     f"must be at least {_LEAST_CALLS}, so that each method runs twice and its first call, which may compile, need not count, "
     "or 0 for none",
@@ -98,7 +98,7 @@ class OverlapConfig:
     )
     node_ranks: int = _setting(
         0,
-        "ranks per node, where a group spans several nodes; 0: nodes are found, as the ranks that can map each other's memory",
+        "ranks per node, where a group spans several nodes; 0: nodes are found, as the ranks of one operating system",
         rule=_NODE,
     )
     network: str = _setting(

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 recipes/compare_mfu.py --model llama3-8b,llama3-70b --global-batch-size 4
 
-Variants: Megatron-Core alone and overlap_train, also by one method only or as a CUDA graph; with --cp Ulysses by each method. All
-are alive at the same time, each with its own model and optimizer, and take turns of a few steps. For each: step time, MFU,
-tokens/s/GPU, communication that is not hidden and losses. Writes mfu.json, mfu.md and mfu.png. docs/recipes.md explains the
-figures.
+Variants: Megatron-Core alone and overlap_train, also by one method only or as a CUDA graph; TransformerEngine's modules, its
+userbuffers, and ours on them; with --cp Ulysses by each method. All are alive at the same time, each with its own model and
+optimizer, and take turns of a few steps. For each: step time, MFU, tokens/s/GPU, communication that is not hidden and losses.
+Writes mfu.json, mfu.md and mfu.png. docs/recipes.md explains the figures.
 """
 
 from __future__ import annotations

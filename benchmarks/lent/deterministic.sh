@@ -3,7 +3,8 @@
 # weights at the end are equal to the bit:
 #   benchmarks/lent/deterministic.sh SCRIPT OUT LAYOUT...
 # SCRIPT: as in megatron_lm.sh. LAYOUT: tp2, tp2_dp2 (four ranks, which share two GPUs), ulysses, recomputed (tp2). ITERS: steps
-# (default 300). MODULES: local (Megatron-Core's, default) or te (TransformerEngine's; TE_ENV: see session.sh).
+# (default 300). MODULES: local (Megatron-Core's, default) or te (TransformerEngine's; TE_ENV: see session.sh). LIMIT:
+# seconds of a run (default 300).
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 

@@ -33,7 +33,7 @@ CROSSINGS = 1
 class AcrossNodes(Reach):
     """A group of `nodes` nodes, as many ranks on each."""
 
-    has_rules = False  # into how many chunks blocks are cut depends on the network, on CPUs, too
+    has_rules = False  # how many chunks a block is cut into is measured, or network_chunks_of says it
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes

@@ -175,11 +175,9 @@ class Plan:
 
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
-    device: torch.device | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`. device: where
-    it runs; None: where x is."""
-    device, world = device or x.device, topology.world
+    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
+    device, world = x.device, topology.world
     n, k = w.shape[:1].numel(), w.shape[-1:].numel()
     first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
     planner = planner_of(topology, config)

@@ -95,7 +95,7 @@ class PlanCache:
         (x, w, bias), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
         error = problem or spec.error(x, w, bias, domain.world_size, name)
-        planned = self._planned(spec, config, x, w, name, tries=bool(key[-1]) and error is None)
+        planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
         if known is not None and problem is not None:
             raise ValueError(problem)  # of a call that peers know, in which nobody asks
@@ -127,7 +127,7 @@ class PlanCache:
         raise ValueError(problem)
 
     def _planned(
-        self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, name: str, *, tries: bool
+        self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, *, tries: bool
     ) -> Planned:
         """The plan by what is known now, in an autotune run where methods may take turns and the sizes were never measured."""
         domain = self.domain

@@ -30,7 +30,7 @@ class System:
     gap_us: between two kernels of a stream. wait_us: a kernel that waits for a signal that is there.
     ramp_us: until a persistent kernel's SMs are busy, and at its end. host_call_us: of a driver call.
     nic_gbs, nic_us: one GPU's share of its node's NICs, and what each transfer between nodes takes besides its bytes.
-    host_exchange_us: for how long such a transfer keeps the host. sum_sm_gbs: of one SM that adds partial sums of a node.
+    host_exchange_us: for how long such a transfer keeps the host.
     """
 
     name: str
@@ -60,7 +60,6 @@ class System:
     nic_gbs: float = 50.0
     nic_us: float = 14.0
     host_exchange_us: float = 340.0
-    sum_sm_gbs: float = 60.0
 
     @classmethod
     def of(cls, device: torch.device | System) -> System:

@@ -24,7 +24,7 @@ from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.plan import EnginePlan
 from ..ops.planned import PlannedOp
 from ..ops.table import start_engine, start_pulled_gemm_a2a
-from ..select.system import H200, System
+from ..select.system import H200
 
 Give = Callable[[], torch.Tensor]
 Read = Callable[[Any], None]  # takes what `start` returns
@@ -133,9 +133,9 @@ _UNITS = (1024, 512, 256, 128)
 _MOST_TO_HIDE, _LEAST_ROWS, _LEAST_GEMM_US = 4, 1024, 150.0
 
 
-def parts_that_hide(rows: int, n: int, k: int, system: System = H200) -> int:
+def parts_that_hide(rows: int, n: int, k: int) -> int:
     """Into how many parts a product [rows, k] @ [k, n] is worth cutting, so that each hides the exchange of another."""
-    gemm_us = 2 * rows * n * k / (system.sustained_tflops * 1e6)
+    gemm_us = 2 * rows * n * k / (H200.sustained_tflops * 1e6)
     return max(1, min(_MOST_TO_HIDE, rows // _LEAST_ROWS, int(gemm_us // _LEAST_GEMM_US)))
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm of q and k: results and gradients against fp64, and what does not fit."""
+"""RMSNorm of q and k: results and gradients against fp64."""
 
 from __future__ import annotations
 

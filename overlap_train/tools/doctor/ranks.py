@@ -1,4 +1,4 @@
-"""What ranks find out together: sums, symmetric memory and its signals, links, and operators that are right and fast.
+"""What ranks find out together: symmetric memory and its signals, links, and operators that are right and fast.
 
 All functions are collective over the ranks of `here`. Figures of GPUs are judged by what the card reaches (select/system.py) and
 by the other ranks'; those of CPUs are only told.

@@ -51,8 +51,7 @@ def draw(folder: Path) -> list[Path]:
             drawn.append(draw_one(record, folder / f"{picture}.png"))
     if not drawn:
         raise ValueError(
-            f"{folder}: no operators.json, layers.json or timeline.json with results; run the benchmark with --out {folder} "
-            "(what compare_mfu.py wrote is drawn by its --redraw)"
+            f"{folder}: no operators.json, layers.json or timeline.json with results; run the benchmark with --out {folder}"
         )
     return drawn
 

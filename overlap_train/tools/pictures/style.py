@@ -27,7 +27,6 @@ class Look:
 # In the order of every picture: baselines first, ours last, the default last of all.
 # Okabe and Ito's colours, Tol's wine, olive and sand, brown, greys: told apart by readers with the usual colour blindnesses
 LOOKS = {
-    "sequence": Look("NCCL + cuBLAS", "#999999"),
     "megatron": Look("Megatron-Core", "#444444"),
     "async_tp": Look("async-TP", "#999933"),
     "nccl": Look("NCCL, then cuBLAS", "#777777"),
