@@ -104,7 +104,7 @@ def test_the_doctor_tries_operators_between_two_hosts(site: Site, tmp_path: Path
         for number, node in enumerate(site.machines.nodes)
     ]
     assert [node.wait(timeout=240) for node in started] == [0, 0]
-    rows = [row for row in json.loads(report.read_text())["rows"] if row["name"] == "network chunked"]
+    rows = [row for row in json.loads(report.read_text())["rows"] if row["name"] == "network"]
     assert [(row["rank"], row["host"], row["status"]) for row in rows] == [(0, "node0", "OK"), (1, "node1", "OK")]
 
 

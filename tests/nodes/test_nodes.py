@@ -79,7 +79,7 @@ def _uneven(rank: int, world: int) -> str:
 def test_nodes_of_unequal_size_are_refused_by_name(network: Network, tmp_path: Path) -> None:
     with started(network, tmp_path, (2, 1), _uneven) as ranks:
         told = values(ranks.outcomes(limit_s=150))
-    assert all("unequal numbers of its ranks: ranks 0-1, ranks 2; start as many on each node" in text for text in told)
+    assert all("unequal numbers of its ranks: ranks 0-1, 2; start as many on each node" in text for text in told)
 
 
 def _until_it_fails(rank: int, world: int, folder: Path) -> tuple[str, float]:
