@@ -25,7 +25,7 @@ from .config import OverlapConfig
 from .group.domain import is_profiling, profiled
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
-from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, local_operands
+from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, PLAIN_OR_NONE, local_operands
 from .ops.table import start_engine
 from .ops.wgrad import WeightGradient
 
@@ -63,7 +63,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
         if torch.compiler.is_compiling():
-            return run_eagerly(backward, ctx, *gradients)
+            return run_eagerly(refused if torch.is_grad_enabled() else backward, ctx, *gradients)
         return (refused if torch.is_grad_enabled() else backward)(ctx, *gradients)
 
     return once
@@ -183,7 +183,7 @@ def all_gather_linear(
         return run_eagerly(
             all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
-    if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN:
+    if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
     y = _apply_all_gather(x_shard_m if x_shard_m.dim() == 2 else as_rows(x_shard_m), w_shard_n, op)
@@ -223,7 +223,7 @@ def linear_reduce_scatter(
         return run_eagerly(
             linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
-    if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN:
+    if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
     y = _apply_reduce_scatter(x_shard_k if x_shard_k.dim() == 2 else as_rows(x_shard_k), w_shard_k, op)

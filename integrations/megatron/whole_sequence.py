@@ -9,6 +9,7 @@ at once: sequences over TP that are too short for parts, and linears that have n
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -107,6 +108,7 @@ class WholeSequence:
     def __init__(self, timeout_s: float = OverlapConfig.timeout_s) -> None:
         self.timeout_s = timeout_s
         self._masked: set[int] = set()  # layers that have the mask which is kept
+        self._first = math.inf  # the first layer that asks for masks: also where only later ones are recomputed
         self._answers: dict[str, OrderedDict[Any, tuple[Any, Any]]] = {kind: OrderedDict() for kind in _MOST_KEPT}
 
     def mask(self, mask: torch.Tensor, exchange: Exchange, layer: int) -> torch.Tensor:
@@ -115,7 +117,8 @@ class WholeSequence:
         if mask.dim() < 3 or mask.size(-2) * exchange.ranks != exchange.rows or exchange.ranks == 1:
             return mask
         key = (_MASK, *_identity(mask), exchange.group, exchange.layout)
-        if layer in self._masked or key not in self._answers[_MASK]:
+        self._first = min(self._first, layer)
+        if layer in self._masked or layer == self._first or key not in self._answers[_MASK]:
             self._answers[_MASK].clear()
             self._masked.clear()
         self._masked.add(layer)

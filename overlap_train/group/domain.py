@@ -160,7 +160,7 @@ class OverlapDomain:
         self.at_close: list[Callable[[], object]] = []
         self.in_use = threading.RLock()  # an operator is under way, or ranks agree on one
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
-        self.fault.agreement, self.agreement.is_idle = self.agreement, self.engine.is_idle
+        self.fault.agreement, self.agreement.is_idle = self.agreement, lambda: self.engine.is_idle()
         self.agreement.peers.begun = lambda: self.fault.begun
 
     @cached_property
@@ -193,7 +193,8 @@ class OverlapDomain:
         outside `graphed`, so that no barriers would be around its replays."""
         if self.closed or (slots and self.heap is None):
             raise RuntimeError(
-                f"{tag.op}: the symmetric memory of its group is gone, by shutdown(); a backward belongs before shutdown()"
+                f"{tag.op}: the symmetric memory of its group is gone, by shutdown(), or is another process's, from which this "
+                f"one was forked; a backward belongs before shutdown(), and operators into the rank"
             )
         if not slots or not self.is_capturing():
             return

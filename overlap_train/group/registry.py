@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import multiprocessing.util
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -76,6 +78,25 @@ def _tell_at_the_end() -> None:
         return hook(kind, error, *rest)
 
     sys.excepthook = tell
+    multiprocessing.util.Finalize(None, _tell_at_exit, exitpriority=100)
+
+
+def _tell_at_exit() -> None:
+    """The same in a process of multiprocessing, which calls no excepthook: its error is on its way here, or the SystemExit that
+    torch.multiprocessing.spawn raises for it."""
+    error = sys.exception()
+    error = error.__context__ if isinstance(error, SystemExit) else error
+    if error is not None:
+        tell_peers(error)
+
+
+def _close_in_child() -> None:
+    """A forked process has no copy engine, and is not the rank: what it raises is no peer's concern."""
+    for domain in _domains.values():
+        domain.closed = True
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def made_domain(group: dist.ProcessGroup) -> OverlapDomain | None:
@@ -98,10 +119,10 @@ def _check_same(
     for name in DOMAIN_WIDE:
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
-            raise ValueError(
-                f"{name}={mine!r}, but the group's domain was made with {theirs!r} ({flag_name(name)}); call shutdown() to "
-                f"change it"
-            )
+            made = f"the group's domain was made with {theirs!r} ({flag_name(name)}); call shutdown() to change it"
+            error = ValueError(f"{name}={mine!r}, but {made}")
+            domain.fault.tell(error, f"settings of the group: {name}", begun=False)
+            raise error
 
 
 def check() -> None:

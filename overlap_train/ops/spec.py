@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..schedule.kinds import Kind
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_OR_NONE = (*PLAIN, type(None))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -162,6 +163,7 @@ def local_operands(
         ):
             return tensor
         # Of a bias that all ranks have each knows the gradient of its own rows.
-        return tensor.to_local(grad_placements=[Partial()] if placement.is_replicate() else None)
+        shard = tensor.to_local(grad_placements=[Partial()] if placement.is_replicate() else None)
+        return shard.wait() if hasattr(shard, "wait") else shard  # on its way, after redistribute(async_op=True)
 
     return local(x, meant[0]), local(w, meant[1]), local(bias, meant[2])

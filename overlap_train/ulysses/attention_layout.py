@@ -42,6 +42,13 @@ class QkNorm:
         """What ranks must agree on, in words. Weights are not compared."""
         return f"normalised with eps {self.eps:g}" + " around one" * self.zero_centered
 
+    def error(self, device: torch.device, dim: int, name: str) -> str | None:
+        for one in (self.q_weight, self.k_weight):
+            if one.shape != (dim,) or one.device != device or not self.eps > 0:
+                found = f"qk_norm has weights {list(one.shape)} on {one.device} and eps {self.eps}"
+                return f"{name}: {found}; they must be [{dim}] on {device}, and eps above 0"
+        return None
+
     def of(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [s, b, heads, dim] normalised, computed in fp32."""
         scale, inputs = weight, x

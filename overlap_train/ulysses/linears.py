@@ -154,6 +154,8 @@ def qkv_all_to_all(
     wrong, s = shards.error(x_shard_m, False, name), shards.length(x_shard_m, is_whole=False)
     if wrong is None and rotary is not None:
         wrong = rotary.error(s, heads.dim, x_shard_m.device, name)
+    if wrong is None and qk_norm is not None:
+        wrong = qk_norm.error(x_shard_m.device, heads.dim, name)
     if wrong is not None:
         _refuse(wrong, LINEAR_ALL_TO_ALL, ALL_GATHER_LINEAR, shards, x_shard_m, config, name)
     x_shard_m = shards.padded(x_shard_m)

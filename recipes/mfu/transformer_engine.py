@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -15,6 +14,8 @@ from gpt.program import RecipeError
 from gpt.settings import Settings
 from mfu.plan import USERBUFFERS
 from overlap_train import OverlapConfig
+
+BASE = "transformer_engine.pytorch.module.base"
 
 
 def build(name: str, settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> GPTModel:
@@ -33,11 +34,7 @@ def build(name: str, settings: Settings, overlap: OverlapConfig | None, device: 
 def release() -> None:
     """Userbuffers must not outlive the process groups."""
     if HAVE_TE:
-        _base().destroy_ub()
-
-
-def _base() -> Any:
-    return importlib.import_module("transformer_engine.pytorch.module.base")
+        importlib.import_module(BASE).destroy_ub()
 
 
 def _name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None:
@@ -47,7 +44,7 @@ def _name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> Non
     by name. So one set has both configurations: linears named fc1 and fc2 run by TransformerEngine's defaults, qkv and proj by
     ring exchange for every scatter.
     """
-    base = _base()
+    base = importlib.import_module(BASE)
     if base._ub_communicators is None:
         ring = dict(method="ring_exchange", num_sm=1, cga_size=1, set_sm_margin=False, num_splits=settings.tp)
         base.initialize_ub(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from overlap_train import (
     OverlapConfig,
     OverlapMismatchError,
+    OverlapPeerError,
     all_gather_linear,
     all_to_all_linear,
     linear_all_to_all,
@@ -27,7 +31,7 @@ from overlap_train import (
     shutdown,
 )
 from overlap_train.group import domain
-from overlap_train.group.registry import made_domain
+from overlap_train.group.registry import made_domain, tell_peers
 from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
 from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
 from overlap_train.symmetric import host, nvshmem
@@ -232,6 +236,40 @@ def _tensors_that_are_not_plain(rank: int, world: int) -> None:
     assert (call(x, w.to_local()) == 8).all()
 
 
+def _a_forked_process_is_no_rank(rank: int, world: int) -> None:
+    """Operators raise there, and an error that ends it does not end the peers."""
+    case, x, w = _case(), torch.ones(4, 8), torch.ones(8, 8)
+    all_gather_linear(x, w, group=case.group, config=case.config)
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        signal.alarm(20)
+        try:
+            all_gather_linear(x, w, group=case.group, config=case.config)
+        except RuntimeError as error:
+            os.write(writes, str(error).encode())
+            tell_peers(error)
+        finally:
+            os._exit(0)
+    os.close(writes)
+    os.waitpid(child, 0)
+    _exact(case)
+    said = os.read(reads, 4096).decode()
+    assert "another process's, from which this one was forked" in said, said
+
+
+def _settings_of_a_group_that_differ_are_told(rank: int, world: int) -> None:
+    case, x, w = _case(), torch.ones(4, 8), torch.ones(8, 8)
+    all_gather_linear(x, w, group=case.group, config=case.config)
+    own = replace(case.config, tuning_dir="/nowhere") if rank else case.config
+
+    def calls() -> None:
+        for _ in range(3):
+            all_gather_linear(x, w, group=case.group, config=own)
+
+    with pytest.raises(OverlapPeerError if rank == 0 else ValueError, match="tuning_dir='/nowhere'"):
+        calls()
+
+
 def _dtensors_that_lie_as_the_operator_means(rank: int, world: int) -> None:
     case, mesh = _case(), init_device_mesh("cpu", (world,))
     generator = torch.Generator().manual_seed(rank)
@@ -250,6 +288,8 @@ def _dtensors_that_lie_as_the_operator_means(rank: int, world: int) -> None:
     *found, of_bias = grads(*(DTensor.from_local(each.clone(), mesh, [place]) for each, place in placed))
     assert all(torch.equal(a.to_local(), b) for a, b in zip(found, plain, strict=True))
     assert torch.equal(of_bias.full_tensor(), of_own_rows)
+    *_, of_bias = grads(x, w, v, DTensor.from_local(whole.clone(), mesh, [Replicate()]))
+    assert torch.equal(of_bias.full_tensor(), of_own_rows), "beside plain tensors"
 
 
 def _selective_checkpointing(rank: int, world: int) -> None:
@@ -307,7 +347,7 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
         _after_memory_ran_out, _backward_after_shutdown, _shutdown_in_an_operator, _inference_first, _inference_in_parts,
         _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients, _tensors_that_are_not_plain,
-        _dtensors_that_lie_as_the_operator_means,
+        _dtensors_that_lie_as_the_operator_means, _a_forked_process_is_no_rank, _settings_of_a_group_that_differ_are_told,
         _any_default_device, _settings_of_one_rank, _selective_checkpointing,
     ],
     ids=lambda body: body.__name__.strip("_"),

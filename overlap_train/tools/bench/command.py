@@ -23,7 +23,6 @@ from ..measure.results import Results, hardware
 from ..measure.runs import Session, nodes_of
 from ..pictures import plots
 from . import layers, operators, timeline, turns
-from .operators import TABLE_6
 
 SLOW = (
     "bench: no GPU here, so all is in fp32. To try the code on CPU processes, take the model tiny and 16 rows or tokens"
@@ -80,9 +79,8 @@ class Ulysses(Bench):
     """GEMM+A2A and A2A+GEMM, pass by pass, against NCCL and the bound"""
 
     models: tuple[str, ...] = option(
-        (TABLE_6, "llama3-8b", "llama3-70b"), "table6: the shapes of Ditron's Table 6", choices=(TABLE_6, *MODELS),
-        metavar="MODEL,...",
-    )  # fmt: skip
+        ("llama3-8b", "llama3-70b"), "whose projections", choices=tuple(MODELS), metavar="MODEL,..."
+    )
     seq: tuple[int, ...] = option((8192, 32768, 131072), "tokens in all", parse=positive_int, metavar="S", spaced=True)
 
     def contests(self, session: Session) -> Contests:

@@ -36,7 +36,6 @@ from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
 from .turns import Contest, Runs, note
 
 Names = Sequence[str]
-TABLE_6 = "table6"
 # What is gathered: 64 MiB in bf16, of which each of two ranks sends half. What is exchanged has as many features for each node:
 # so as many bytes of each rank cross.
 ROWS, FEATURES, RATIOS = 8192, 4096, (0.5, 1.0, 2.0)  # ratios: product over network
@@ -59,24 +58,17 @@ def cases(models: Names, ms: Sequence[int], world: int) -> list[Case]:
 
 
 def exchange_cases(models: Names, tokens: Sequence[int], world: int) -> list[Case]:
-    """The projections of a Ulysses attention: of models, and of Table 6 of the Ditron paper, which has sequence lengths of
-    its own, heads of 128 features each, and one of q, k and v.
+    """The projections of a Ulysses attention.
 
     Raises:
         ValueError: a size cannot be shared by the ranks.
     """
-    shapes = []
-    for name in models:
-        if name == TABLE_6:
-            squares = [(m, (heads * 128, heads * 128)) for heads in (64, 32, 16) for m in (262144, 491520)]
-            shapes += [(name, m, weight, weight) for m, weight in squares]
-        else:
-            shapes += [(name, m, MODELS[name].linears["qkv"], MODELS[name].linears["proj"]) for m in tokens]
     return [
         case
-        for name, m, *weights in shapes
-        for op, weight in zip(EXCHANGES, weights, strict=True)
-        for case in cases_of(name, op, weight, m, world, name)
+        for name in models
+        for m in tokens
+        for op, linear in zip(EXCHANGES, ("qkv", "proj"), strict=True)
+        for case in cases_of(name, op, MODELS[name].linears[linear], m, world, name)
     ]
 
 
