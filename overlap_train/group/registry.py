@@ -119,8 +119,10 @@ def _check_same(
     for name in DOMAIN_WIDE:
         mine, theirs = getattr(config, name), getattr(domain.config, name)
         if mine != theirs:
-            made = f"the group's domain was made with {theirs!r} ({flag_name(name)}); call shutdown() to change it"
-            error = ValueError(f"{name}={mine!r}, but {made}")
+            error = ValueError(
+                f"{name}={mine!r}, but the group's domain was made with {theirs!r} ({flag_name(name)}); call shutdown() to "
+                f"change it"
+            )
             domain.fault.tell(error, f"settings of the group: {name}", begun=False)
             raise error
 

@@ -48,10 +48,12 @@ class Shifted(Case):
 def _launches(rank: int, world: int, method: str) -> int:
     """How many binaries the calls of all operators that the method serves have run."""
     found: dict[Hashable, set[Hashable]] = defaultdict(set)
+    caches: dict[int, LaunchCache] = {}  # kept: one that comes after the heap has grown has no other's id
 
     def run(cache: LaunchCache, key: Hashable, given: tuple[int, ...], describe: Callable[[], Launch]) -> None:
         launch = describe()
         assert len(given) == len(launch.replaced)
+        caches[id(cache)] = cache
         found[id(cache), key].add(_compiled_for(launch))
         launch.through_triton()
 
