@@ -44,5 +44,6 @@ def compare(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("UB_SKIPMC", "1")  # userbuffers without NVLink multicast, as all others here
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # CUDA reads it when it starts; Megatron-Core asks for 1
     sys.exit(run_program("compare_mfu", lambda: compare(sys.argv[1:])))

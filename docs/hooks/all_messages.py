@@ -51,7 +51,6 @@ def texts_in(node: ast.AST) -> Iterator[str]:
                 yield text
             case ast.JoinedStr(values=parts):
                 yield "".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts)
-                child = ast.List(
-                    [part for part in parts if isinstance(part, ast.FormattedValue)]
-                )  # texts in what varies
+                # texts in what varies
+                child = ast.List([part for part in parts if isinstance(part, ast.FormattedValue)])
         yield from texts_in(child)

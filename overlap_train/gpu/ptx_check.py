@@ -46,8 +46,8 @@ def settle_key(function: Any) -> None:
 
     Triton finds a compiled kernel by a key of its text, that of the functions it calls, and the constants of these. It notes the
     constants of a called function only if that function's own key is known by then (Triton 3.6). So the key would depend on which
-    kernels a process has compiled before. Later runs would not find in the cache what is there, nor what was compiled ahead
-    (benchmarks/probes/), and compile it again in 3 s a kernel.
+    kernels a process has compiled before. Later runs would not find in the cache what is there, and compile it again in 3 s a
+    kernel.
     """
     if hasattr(type(function), "cache_key"):  # Triton compiles it. To look at the key itself would work it out
         for name in function.fn.__code__.co_names:

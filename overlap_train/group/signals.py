@@ -159,9 +159,8 @@ class FaultRecord:
         self.begun = 0  # operators of this rank
         self._warned = 0  # the word of the last wait of which a warning was given
         self._doubted = 0  # the word of the wait that the last look found hopeless
-        self.looks: list[
-            Callable[[], None]
-        ] = []  # for faults that no wait finds; a thread calls them every LOOK_S seconds
+        # For faults that no wait finds; a thread calls them every LOOK_S seconds.
+        self.looks: list[Callable[[], None]] = []
         self.link_of: Callable[[int], str] = lambda peer: ""  # how a rank's chunks come here, where not all come alike
         if on_gpu:
             threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()

@@ -193,7 +193,7 @@ class InterNodeEngine(CopyEngine, ABC):
 
     @abstractmethod
     def _in(self, stream: Any) -> AbstractContextManager[None]:
-        """Bracket in which `stream` is the current one."""
+        """Scope in which `stream` is the current one."""
 
     def _come(self, exchange: Exchange) -> None:
         """Hold the current stream until what a transport has brought beside the slot is there, and give it its signal."""

@@ -261,14 +261,8 @@ class _ToRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        linear: Linear,
-        rows: Callable[..., Rows],
-        is_padded: bool,
-        trains: bool,
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, w: torch.Tensor, linear: Linear, rows: Callable[..., Rows], is_padded: bool, trains: bool,
+    ) -> torch.Tensor:  # fmt: skip
         x = x.contiguous()
         y, kept = linear.to_rows(rows(x), linear.keeps and trains and w.requires_grad)
         ctx.linear, ctx.rows, ctx.is_padded, ctx.shape = linear, rows, is_padded, x.shape

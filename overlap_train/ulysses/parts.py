@@ -41,13 +41,13 @@ class Factor(NamedTuple):
 
 @dataclass(slots=True)  # made at each call: frozen it would take 0.7 microseconds more
 class Step:
-    """One all-to-all of one part: an operator with a bracket of its own. give: makes the blocks to send, [W, rows, C], or x if
+    """One all-to-all of one part: an operator with a scope of its own. give: makes the blocks to send, [W, rows, C], or x if
     there is a factor. read: takes what `start` returned; the step keeps its slot until `read` returns."""
 
     domain: OverlapDomain
     plan: EnginePlan
     tag: Tag
-    bracket: AbstractContextManager[None]
+    scope: AbstractContextManager[None]
     give: Give
     read: Read
     factor: Factor | None = None
@@ -77,7 +77,7 @@ def run_steps(steps: Sequence[Step]) -> None:
     sent."""
     ahead: AllToAllGemm | GemmAllToAll | None = None
     for step, following in zip_longest(steps, steps[1:]):
-        with step.bracket:
+        with step.scope:
             receiver, ahead = ahead or step.start(step.give()), None
             if following is not None and following.may_go_before(step):
                 sent = following.give()
@@ -118,8 +118,8 @@ class Part:
         """The step in which this rank sends once more, for the weight gradient, what forward has sent."""
         domain, plan, tags = self.exchange.domain, self.exchange.plan.wgrad, self.exchange.tags
         assert plan is not None, "what forward has received was kept"
-        bracket = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
-        return Step(domain, plan, tags.wgrad, bracket, give, read)
+        scope = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
+        return Step(domain, plan, tags.wgrad, scope, give, read)
 
 
 _MIB = 1 << 20

@@ -9,7 +9,16 @@ from gpt.program import RecipeError, refused_by_rule
 from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
 from overlap_train import OverlapConfig
 from overlap_train.config import METHODS
-from overlap_train.flags import Parser, add_flags, add_options, from_args, option, positive_int, read_config
+from overlap_train.flags import (
+    Parser,
+    add_flags,
+    add_options,
+    from_args,
+    option,
+    positive_int,
+    positive_int_or_0,
+    read_config,
+)  # fmt: skip
 
 WARM_UP_STEPS = 3
 USAGE = "torchrun --standalone --nproc-per-node RANKS recipes/compare_mfu.py [flags]"
@@ -49,7 +58,7 @@ class Plan:
     seq_length: int = option(8192, "tokens in a sample", parse=positive_int)
     tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
     cp: int = option(1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int)
-    lora: int = option(0, "features of low-rank adapters around frozen linears; 0: train the weights", parse=int)
+    lora: int = option(0, "features of low-rank adapters around frozen linears; 0: none", parse=positive_int_or_0)
     deterministic: bool = option(False, "deterministic kernels on all sides: the same bits on every run")
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank", parse=positive_int)
     global_batch_size: int = option(0, "samples of one step; 0: one micro-batch for each data-parallel replica")

@@ -28,9 +28,8 @@ import torch.distributed as dist
 from ..measure.runs import Session
 from ..measure.world import World
 
-LIMIT_S = (
-    300.0  # of a layer, with all others that are timed: it compiles its own code at its first call, in up to a minute
-)
+# Of a layer, with all others that are timed: it compiles its own code at its first call, in up to a minute.
+LIMIT_S = 300.0
 Flags = dict[str, Any]
 Linear = Callable[[torch.Tensor], torch.Tensor]
 Maker = Callable[[Any], tuple[Linear, Linear]]  # of a column and a row linear, with the weights of a layer's data

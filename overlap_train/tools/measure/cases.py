@@ -56,9 +56,8 @@ class Case:
         """Bytes of what one rank receives: M rows of the features that are sent. Of an exchange a rank's part of them, and of a
         long one the first part of the rows."""
         received = self.m * (self.k if OPERATORS[self.op].receives else self.n) * dtype.itemsize
-        return (
-            min(received // world, (OverlapConfig().exchange_mib << 20) // SLOTS) if self.kind.exchanges else received
-        )
+        part = (OverlapConfig().exchange_mib << 20) // SLOTS
+        return min(received // world, part) if self.kind.exchanges else received
 
     def planned(self, world: int, dtype: torch.dtype) -> Pass:
         """What one rank multiplies, as the choice of a method sees it."""

@@ -85,10 +85,8 @@ def main(arguments: list[str]) -> int:
         symmetric_mib=8192, timeout_s=30.0, main_grad="off", provider=asked.provider, tuning_dir=asked.tuning_dir,
         node_ranks=asked.node_ranks, network=asked.network,
     )  # fmt: skip
-    methods, dtype = (
-        NAMES if on_gpu else ("chunked", "collective"),
-        DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")],
-    )
+    methods = NAMES if on_gpu else ("chunked", "collective")
+    dtype = DTYPES[asked.dtype or ("bf16" if on_gpu else "fp32")]
     session = Session(methods, dtype, asked.quick, config, here, Results())
     key = key_of(here.device, here.size, nodes_of(session), asked.network)
     keep(asked.tuning_dir, key, None, here)  # a folder that cannot be written is said before minutes of measuring
