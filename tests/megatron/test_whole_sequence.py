@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -83,4 +84,4 @@ def test_a_rank_that_does_not_bring_its_part_is_a_named_error_in_time(what: str)
     (error, told), _ = values(run_ranks(2, _alone, what))
     assert "rank 0 waited 1 s for the rotary frequencies or the mask of ranks 0, 1 of the job" in error
     ours = [text for text in told if text.startswith("Ulysses attention: ")]  # torch 2.13 warns of a new name
-    assert len(ours) == 1 and "rank 0 has waited 0.1 s" in ours[0]
+    assert len(ours) == 1 and re.search(r"rank 0 has waited [\d.]+ s for .* it gives up after timeout_s=1$", ours[0])
