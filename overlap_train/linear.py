@@ -26,7 +26,6 @@ from .group.domain import is_profiling, profiled
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
 from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, PLAIN_OR_NONE, local_operands
-from .ops.table import start_engine
 from .ops.wgrad import WeightGradient
 
 
@@ -62,7 +61,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return run_eagerly(refused if torch.is_grad_enabled() else backward, ctx, *gradients)
         return (refused if torch.is_grad_enabled() else backward)(ctx, *gradients)
 
@@ -74,7 +73,7 @@ def column_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
     with linear.forward:
-        gather = start_engine(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_m)
+        gather = linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_m)
         y_shard_n = gather.matmul(w_shard_n.t())
         return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
 
@@ -93,10 +92,10 @@ def column_backward(
     with linear.backward[wants_dx, dw is not None]:
         if wgrad is not None:
             assert x is not None
-            gather = start_engine(domain, wgrad, tags.wgrad, x)
+            gather = wgrad.start(domain, tags.wgrad, x)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
-            scatter = start_engine(domain, dgrad, tags.dgrad, dy_shard_n, w_shard_n)
+            scatter = dgrad.start(domain, tags.dgrad, dy_shard_n, w_shard_n)
             if gather is not None:
                 gather.keep_own(dgrad)
         if dw is not None:
@@ -115,7 +114,7 @@ def column_backward(
 def row_forward(linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
     with linear.forward:
-        return start_engine(linear.domain, linear.plan.fprop, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
+        return linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
 
 
 def row_backward(
@@ -129,7 +128,7 @@ def row_backward(
     """
     domain, plan, tags, dx_shard_k = linear.domain, linear.plan, linear.tags, None
     with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
-        gather = start_engine(domain, plan.dgrad, tags.dgrad, dy_shard_m)
+        gather = plan.dgrad.start(domain, tags.dgrad, dy_shard_m)
         if wants_dx:
             dx_shard_k = gather.matmul(w_shard_k)
             if dw is not None:
@@ -179,17 +178,15 @@ def all_gather_linear(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return run_eagerly(
             all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
     if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
-    y = _apply_all_gather(x_shard_m if x_shard_m.dim() == 2 else as_rows(x_shard_m), w_shard_n, op)
-    if x_shard_m.dim() > 2:
-        y = y.view(x_shard_m.shape[0] * op.domain.world_size, *x_shard_m.shape[1:-1], -1)
-    return y if bias is None else y + bias
+    y_shard_n = _apply_all_gather(x_shard_m, w_shard_n, op)
+    return y_shard_n if bias is None else y_shard_n + bias
 
 
 def linear_reduce_scatter(
@@ -219,17 +216,15 @@ def linear_reduce_scatter(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return run_eagerly(
             linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    y = _apply_reduce_scatter(x_shard_k if x_shard_k.dim() == 2 else as_rows(x_shard_k), w_shard_k, op)
-    if x_shard_k.dim() > 2:
-        y = y.view(x_shard_k.shape[0] // op.domain.world_size, *x_shard_k.shape[1:-1], -1)
-    return y if bias is None else y + bias
+    y_shard_m = _apply_reduce_scatter(x_shard_k, w_shard_k, op)
+    return y_shard_m if bias is None else y_shard_m + bias
 
 
 def run_eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
@@ -243,44 +238,48 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
-def weight_gradient_of(ctx: Any) -> WeightGradient | None:
-    """That of a linear's backward, whose second input is the weight; None: it is frozen."""
-    return WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx) if ctx.needs_input_grad[1] else None
+def _as_sequence(y: torch.Tensor | None, length: int, x_shape: torch.Size) -> torch.Tensor | None:
+    """y [M, N], if there is one, as [length, ..., N], with the middle dimensions of x. The same tensor and no view: callers may
+    write into it (Megatron's cross entropy does), which autograd refuses for views that were made inside an autograd function."""
+    return y if y is None or len(x_shape) == 2 else y.resize_(length, *x_shape[1:-1], y.shape[1])
 
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor:
-        y_shard_n, saved = column_forward(linear, x_shard_m, w_shard_n)
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
-        ctx.linear, ctx.weight = linear, w_shard_n
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
         ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
-        return y_shard_n
+        return _as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         saved, w_shard_n = ctx.saved_tensors
-        dw = weight_gradient_of(ctx)
-        dx_shard_m = column_backward(ctx.linear, dy_shard_n, saved, w_shard_n, dw, ctx.needs_input_grad[0])
-        return dx_shard_m, None if dw is None else dw.result(), None
+        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        dx_shard_m = column_backward(linear, as_rows(dy_shard_n), saved, w_shard_n, dw, wants_dx)
+        return _as_sequence(dx_shard_m, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor:
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
+        x_shard_k = as_rows(x_shard_k)
         y_shard_m = row_forward(linear, x_shard_k, w_shard_k)
-        ctx.linear, ctx.weight = linear, w_shard_k  # as above
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
-        return y_shard_m
+        return _as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        dw = weight_gradient_of(ctx)
-        dx_shard_k = row_backward(ctx.linear, dy_shard_m, lambda: x_shard_k, w_shard_k, dw, ctx.needs_input_grad[0])
-        return dx_shard_k, None if dw is None else dw.result(), None
+        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        dx_shard_k = row_backward(linear, as_rows(dy_shard_m), lambda: x_shard_k, w_shard_k, dw, wants_dx)
+        return _as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 
 _apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

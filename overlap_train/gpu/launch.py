@@ -19,7 +19,7 @@ from typing import Any
 
 from ..cache import BoundedCache
 from ..warn import warn_user
-from .driver import CudaDriver
+from .driver import CudaDriver, Word
 from .ptx_check import Verifier
 
 _MAP_ALIGNMENT = 64
@@ -183,17 +183,17 @@ class LaunchCache:
         self._packed.most = _FOR_ALL + _FOR_A_CHUNK * chunks
         self._refused: set[Hashable] = set()
 
-    def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[[], Launch]) -> None:
+    def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[..., Launch], *told: Any) -> None:
         """Launch on the current stream. RuntimeError: the compiled kernel lacks a wait or a signal; it does not run.
 
-        values: addresses and integers for Launch.replaced, in that order. describe: returns the launch, and is called only if it
-        is not packed. Launches of one key differ in `values` alone.
+        values: addresses and integers for Launch.replaced, in that order. describe: returns the launch for `told`, and is called
+        only if it is not packed. Launches of one key differ in `values` alone.
         """
         packed = self._packed.get(key)
         if packed is not None:
             packed(values)
             return
-        launch = describe()
+        launch = describe(*told)
         assert len(values) == len(launch.replaced), "each value has its arguments, or none"
         if self._launcher is None or key in self._refused:
             launch.through_triton()
@@ -249,15 +249,16 @@ class PackedLaunch:
         # (which of the values, index in words)
         self._places = tuple((number, indices[name]) for number, names in enumerate(launch.replaced) for name in names)
         self._configuration = _Configuration(launch.grid[0], 1, 1, entry.threads, 1, 1, entry.shared)
-        # ctypes converts numbers at each call; these stay as they are.
-        pointers = (ctypes.addressof(self._configuration), entry.function, ctypes.addressof(self._arguments.table))
-        self._pointers = tuple(map(ctypes.c_void_p, pointers))
+        pointers = (ctypes.addressof(self._configuration), entry.function, ctypes.addressof(self._arguments.table), 0)
+        self._pointers, self._stream = tuple(map(Word, pointers)), 0
 
     def __call__(self, values: tuple[int, ...]) -> None:
         words = self._words
         for number, index in self._places:
             words[index] = values[number]
-        self._configuration.stream = self._current_stream()
-        failed = self._launch(*self._pointers, None)
+        stream = self._current_stream()
+        if stream != self._stream:
+            self._configuration.stream = self._stream = stream
+        failed = self._launch(*self._pointers)
         if failed:
             self._check(failed)

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from ..gpu.driver import CudaDriver
+from ..gpu.driver import CudaDriver, Word
 from .signals import poll
 
 
@@ -45,10 +45,14 @@ class Route:
     ) -> None:  # fmt: skip
         self.first, self.target, self.signal, self.epoch, self.after = first, target, signal, epoch, after
         # the same in bytes and addresses, for the driver
-        self.offset, self.nbytes, self.place = first * target.element_size(), target.nbytes, target.data_ptr()
-        self.signal_at, self.epoch_at = signal.data_ptr(), epoch.data_ptr()
-        self.counter_at = 0 if after is None else after[0].data_ptr()
-        self.goal = 0 if after is None else after[1]
+        self.offset, self.nbytes, self.place = (
+            first * target.element_size(),
+            Word(target.nbytes),
+            Word(target.data_ptr()),
+        )
+        self.signal_at, self.epoch_at = Word(signal.data_ptr()), Word(epoch.data_ptr())
+        self.counter_at = None if after is None else Word(after[0].data_ptr())
+        self.goal = Word(0 if after is None else after[1])
 
     def push(self, source: torch.Tensor) -> Push:
         """The push of this route from `source`, which may have any shape; what is taken of it is contiguous."""
@@ -96,6 +100,7 @@ class CopyEngine:
 
 
 AT_LEAST = 0  # how a stream compares a word with the value that it waits for
+SIGNAL_BYTES = Word(8)
 
 
 class StreamCopyEngine(CopyEngine):
@@ -109,7 +114,7 @@ class StreamCopyEngine(CopyEngine):
         self._ahead: int | None = None  # how many sources are held for the operator that runs, where the next has begun
         self._last_stream: int | None = None  # that an operator was called in
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._handle = self.stream.cuda_stream
+        self._handle = Word(self.stream.cuda_stream)
 
     def begin(self) -> None:
         self._driver.enter()  # it may be the first CUDA call of a thread of autograd
@@ -143,24 +148,28 @@ class StreamCopyEngine(CopyEngine):
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
         # The driver copies within a GPU by a kernel. Beside a product that fills every SM it runs in the last wave of tiles.
-        failed = self._driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, self._handle)
-        self._driver.check(failed or self._driver.record_event(self._kept, self._handle))
+        driver = self._driver
+        failed = driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, self._handle)
+        if failed := failed or driver.record_event(self._kept, self._handle):
+            driver.check(failed)
 
     def wait_kept(self) -> None:
-        self._driver.check(self._driver.wait_event(self._driver.current_stream(), self._kept, 0))
+        driver = self._driver
+        driver.check(driver.wait_event(driver.current_stream(), self._kept, 0))
 
     def begin_ahead(self) -> None:
         self._ahead = len(self._held)
         self._driver.check(self._driver.record_event(self._joined, self._handle))
 
     def join(self) -> None:
-        failed, count, self._ahead = 0, self._ahead, None
+        count, driver = self._ahead, self._driver
+        self._ahead = None
         if not self._held or count == 0:
             return
-        if count is None:
-            failed = self._driver.record_event(self._joined, self._handle)
-        failed = self._driver.wait_event(self._driver.current_stream(), self._joined, 0) or failed
-        self._driver.check(failed)
+        failed = driver.record_event(self._joined, self._handle) if count is None else 0
+        failed = driver.wait_event(driver.current_stream(), self._joined, 0) or failed
+        if failed:
+            driver.check(failed)
         del self._held[:count]
 
     def is_idle(self) -> bool:
@@ -172,9 +181,11 @@ class StreamCopyEngine(CopyEngine):
         self.stream.synchronize()
 
     def _fork(self) -> None:
-        failed = self._driver.record_event(self._forked, self._driver.current_stream())
-        failed = self._driver.wait_event(self._handle, self._forked, 0) or failed
-        self._driver.check(failed)
+        driver = self._driver
+        failed = driver.record_event(self._forked, driver.current_stream())
+        failed = driver.wait_event(self._handle, self._forked, 0) or failed
+        if failed:
+            driver.check(failed)
 
     def _enqueue(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue the copies of pushes and their signals, each after its counter. The wait is made by the stream itself. A
@@ -182,13 +193,17 @@ class StreamCopyEngine(CopyEngine):
         for this copy. The counter is this rank's own and no CTA waits while it owes a foreign tile, so this wait needs no bound
         of its own. The signal is a copy, not a write-value: a replayed graph sends a new epoch."""
         self._held.append(source)
-        start, stream, copy, wait_value = source.data_ptr(), self._handle, self._driver.copy, self._driver.wait_value
+        start, stream, driver = source.data_ptr(), self._handle, self._driver
+        copy = driver.copy
         for route in routes:
-            failed = wait_value(stream, route.counter_at, route.goal, AT_LEAST) if route.counter_at else 0
+            counter = route.counter_at
+            failed = 0 if counter is None else driver.wait_value(stream, counter, route.goal, AT_LEAST)
             failed = failed or copy(route.place, start + route.offset, route.nbytes, stream)
-            failed = failed or copy(route.signal_at, route.epoch_at, 8, stream)  # rule 1: none without its data
+            failed = failed or copy(
+                route.signal_at, route.epoch_at, SIGNAL_BYTES, stream
+            )  # rule 1: none without its data
             if failed:
-                self._driver.check(failed)
+                driver.check(failed)
 
 
 @torch.no_grad()  # per thread: the copy engine's own has gradients on

@@ -107,7 +107,6 @@ class OneNode:
     hold its slots.
     """
 
-    reach = "node"  # of TABLE in ops/table.py
     staged_blocks = 0
     graphs = True
 

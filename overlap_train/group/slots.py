@@ -224,6 +224,12 @@ class Call:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
         self.wait_chunk(0, 0, self.world_size)
 
+    @cached_property
+    @torch.inference_mode(False)
+    def own_block(self) -> torch.Tensor:
+        """This rank's block [block shape] of its own slot."""
+        return self.blocks[self.rank]
+
     def keep(self, own: torch.Tensor) -> None:
         """Copy own [block shape], contiguous, into this rank's block."""
-        self.blocks[self.rank].copy_(own)
+        self.own_block.copy_(own)

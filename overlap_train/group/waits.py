@@ -50,7 +50,7 @@ class BoundedWaits:
             self._fault.fail(source, chunk, expected, seen)
 
     def receive_on_host(self, call: Call, own: torch.Tensor) -> None:
-        call.blocks[self.rank].copy_(own)
+        call.keep(own)
         self.wait(call, 0, self.world_size)
 
     def barrier_on_host(self, call: Call) -> None:
@@ -60,11 +60,11 @@ class BoundedWaits:
         self.chunk_on_host(call, 0, 0, self.world_size)
 
     def on_stream(self, call: Call, first: int, count: int = 1) -> None:
-        call.launches.run(("wait", first, count), (), partial(self._wait_launch, call, first, count))
+        call.launches.run(("wait", first, count), (), self._wait_launch, call, first, count)
 
     def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
         key = ("wait for a chunk", first, chunk, count)
-        call.launches.run(key, (), partial(self._wait_launch, call, first, count, chunk))
+        call.launches.run(key, (), self._wait_launch, call, first, count, chunk)
 
     def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
         """The Launch of a wait. chunk: for only that one of each block; None: all."""
@@ -76,13 +76,13 @@ class BoundedWaits:
 
     def receive_on_stream(self, call: Call, own: torch.Tensor) -> None:
         at = own.data_ptr()
-        call.launches.run(("receive", at % 16 == 0), (at,), partial(self._receive_launch, call, own))
+        call.launches.run(("receive", at % 16 == 0), (at,), self._receive_launch, call, own)
 
     def _receive_launch(self, call: Call, own: torch.Tensor) -> Launch:
         from ..kernels.signal import wait_and_keep_kernel
 
         size, arguments = own.numel(), self._arguments(call, 0) | dict(count=self.world_size)
-        arguments |= dict(own_ptr=own, kept_ptr=call.blocks[self.rank], size=size)
+        arguments |= dict(own_ptr=own, kept_ptr=call.own_block, size=size)
         constants = dict(CHUNKS=call.chunks, TIMED=True, BLOCK=_KEPT_AT_ONCE, num_warps=4)
         grid = (1 + min(-(-size // _KEPT_AT_ONCE), _MOST_KEEPERS),)
         return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
@@ -98,7 +98,7 @@ class BoundedWaits:
         )  # fmt: skip
 
     def barrier_on_stream(self, call: Call) -> None:
-        call.launches.run("barrier", (call.tag.word,), partial(self._barrier_launch, call))
+        call.launches.run("barrier", (call.tag.word,), self._barrier_launch, call)
 
     def _barrier_launch(self, call: Call) -> Launch:
         from ..kernels.signal import barrier_kernel
@@ -121,7 +121,7 @@ def next_epoch_on_host(call: Call) -> None:
 
 def next_epoch_on_stream(call: Call) -> None:
     """Advance the slot's epoch and reset its counters, in the caller's stream."""
-    call.launches.run("next epoch", (call.tag.word,), partial(_next_epoch_launch, call))
+    call.launches.run("next epoch", (call.tag.word,), _next_epoch_launch, call)
 
 
 def _next_epoch_launch(call: Call) -> Launch:

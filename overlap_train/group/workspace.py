@@ -37,11 +37,11 @@ class SlotUse:
 
     def begin(self) -> None:
         """Count another operator. One that took no slot is not counted: nothing was received in it."""
-        if not self.is_ahead and self._operator in self._last_used:
-            self.free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
-            self._sent_after = self._operator
-            self._operator += 1
-        self.is_ahead = False
+        last_used, operator, sent_after = self._last_used, self._operator, self._sent_after
+        if operator in last_used:
+            self.free = [slot for slot, user in enumerate(last_used) if user <= sent_after]
+            self._sent_after = operator
+            self._operator = operator + 1
 
     def begin_ahead(self) -> None:
         """Count another operator, before anything that the one that runs has received is read."""
@@ -55,7 +55,7 @@ class SlotUse:
 
     def take(self) -> int:
         """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
-        slot, *self.free = self.free
+        slot = self.free.pop(0)
         self._last_used[slot] = self._operator
         return slot
 
@@ -93,10 +93,13 @@ class Workspace:
     def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
         """Start an operator that opens up to so many calls: afterwards there are slots for them. One that has begun ahead goes
         on."""
-        goes_on = self.use.is_ahead
-        self.use.begin()
-        if not goes_on and (barrier_first or len(self.use.free) < calls):
-            self.barrier(self._after_error(tag) if self.use.has_raised else tag.barrier)
+        use = self.use
+        if use.is_ahead:
+            use.is_ahead = False
+            return
+        use.begin()
+        if barrier_first or len(use.free) < calls:
+            self.barrier(self._after_error(tag) if use.has_raised else tag.barrier)
 
     def _after_error(self, tag: Tag) -> Tag:
         """The tag of the barrier after an operator that raised. It says how often each slot was used.

@@ -7,11 +7,12 @@ from ..ops.table import register
 from ..schedule.kinds import Kind
 from . import ops
 from .connect import SeveralNodes
+from .plan import InterNodePlan
 
 __all__ = ["SeveralNodes"]
 
 register(
-    SeveralNodes.reach,
+    InterNodePlan.reach,
     {
         Kind.AG_GEMM: {"chunked": ops.InterNodeAllGatherGemm, "fused": ops.FusedInterNodeAllGatherGemm},
         Kind.GEMM_RS: {"chunked": ops.InterNodeGemmReduceScatter, "fused": ops.FusedInterNodeGemmReduceScatter},

@@ -80,7 +80,6 @@ def link_of(topology: Topology, block: int) -> str:
 class SeveralNodes(OneNode):
     """A group that spans nodes: an engine carries data between them, and ranks map the memory of their own node."""
 
-    reach = "nodes"  # of TABLE in ops/table.py
     graphs = False  # the host watches exchanges
 
     @property

@@ -13,14 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..gpu.driver import Blas, CudaDriver
+from ..gpu.driver import Blas, CudaDriver, Word
 from ..gpu.launch import Launch
 from ..group.copy_engine import AT_LEAST, CopyEngine, Route, StreamCopyEngine
 from ..group.signals import FaultRecord
@@ -85,7 +84,7 @@ def add_blocks(
     it may hold; 0: all, with the same bits."""
     values = (own.data_ptr(), y.data_ptr())
     key = ("add", tuple(order), received.data_ptr(), aligned(*values), sms)
-    call.launches.run(key, values, partial(_add_launch, call, own, received, order, y, sms))
+    call.launches.run(key, values, _add_launch, call, own, received, order, y, sms)
 
 
 def _add_launch(
@@ -160,11 +159,11 @@ class InterNodeEngine(CopyEngine, ABC):
     def wait_for_tiles(self, counter: torch.Tensor, tiles: int) -> None:
         """Hold what sends until a kernel, which has been launched, has stored so many tiles of a chunk."""
 
-    def mark(self) -> int:
+    def mark(self) -> Any:
         """What the caller has computed so far, for `send_after`: until MOST_MARKED marks later."""
         return 0
 
-    def send_after(self, mark: int) -> None:
+    def send_after(self, mark: Any) -> None:
         """Let what is sent from now on leave after what is marked."""
 
     def send_after_this(self) -> None:
@@ -234,12 +233,12 @@ class StreamEngine(StreamCopyEngine, InterNodeEngine):
         stream = self._driver.current_stream()
         self._driver.check(self._driver.wait_value(stream, counter.data_ptr(), tiles, AT_LEAST))
 
-    def mark(self) -> int:
+    def mark(self) -> Word:
         mark = next(self._products)
         self._driver.check(self._driver.record_event(mark, self._driver.current_stream()))
         return mark
 
-    def send_after(self, mark: int) -> None:
+    def send_after(self, mark: Any) -> None:
         # If the arriving stream looked for a piece before the call's epoch has begun, the epoch before would make it seem to be
         # there.
         for stream in (self._sending, self._arriving):

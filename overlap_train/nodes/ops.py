@@ -15,7 +15,6 @@ for the kernel's tiles stands before it in a hardware queue.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +27,6 @@ from ..ops.a2a_gemm import ChunkedAllToAllGemm, FusedAllToAllGemm, add_product_i
 from ..ops.ag_gemm import ChunkedAllGatherGemm, FusedAllGatherGemm
 from ..ops.gemm_a2a import ChunkedGemmAllToAll, FusedGemmAllToAll, new_blocks
 from ..ops.gemm_rs import ChunkedGemmReduceScatter
-from ..ops.launch import GatherOperands, ScatterOperands
 from ..schedule.kinds import Kind
 from ..schedule.order import Transfer
 from .engines import InterNodeEngine
@@ -58,11 +56,15 @@ class _SendsOperand:
         self._exchanges.start()
         engine.push(blocks, call.routes(plan.transfers.inside, pitch=blocks.stride(0)))
 
-    def _count_and_leave(self, operands: GatherOperands) -> GatherOperands:
-        """Count what is here; the operands of a launch that takes this and leaves."""
+    def _count(self) -> None:
+        """Count what is here, for a launch that multiplies this and leaves."""
         call, kind = self._call, self._plan.kind
-        call.launches.run(("count", kind), (), partial(_count_launch, self._domain, call, kind))
-        return replace(operands, leaves=True)
+        call.launches.run(("count", kind), (), _count_launch, self._domain, call, kind)
+
+    def _multiply_in_launches(self, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor) -> Callable[[bool], None]:
+        """What launches the kernel once, for what is counted; told whether to leave then."""
+        own = launch.readable(self._plan, own)  # once for all launches
+        return partial(launch.receive_and_multiply, self._domain, self._call, self._plan, own, b_kn, y)
 
 
 def _count_launch(domain: OverlapDomain, call: NodeCall, kind: Kind) -> Launch:
@@ -115,16 +117,18 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
 class FusedInterNodeAllGatherGemm(FusedAllGatherGemm, InterNodeAllGatherGemm):
     """AG + GEMM by FusedAllGatherGemm's kernel, launched again for each chunk of a far node."""
 
-    def _multiply(self, operands: GatherOperands) -> None:
-        operands = launch.readable(self._plan, operands)  # once for all launches
+    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
+        multiply = self._multiply_in_launches(self._own, b_kn, y)
         topology, turns, chunks = self._domain.topology, self._plan.send_recvs, self._call.chunks
-        super()._multiply(replace(operands, leaves=True))
+        multiply(True)
         for turn, exchanged in enumerate(turns):
             self._exchanges.go_ahead(chunks + turn, chunks * topology.nodes)
             self._exchanges.bring(turn + 1)
             node = topology.ranks_of(exchanged.received.source // topology.local)
             self._call.wait_chunk(node[0], exchanged.received.chunk, len(node))
-            super()._multiply(operands if exchanged is turns[-1] else self._count_and_leave(operands))
+            if exchanged is not turns[-1]:
+                self._count()
+            multiply(exchanged is not turns[-1])
 
 
 class InterNodeAllToAllGemm(_SendsOperand, ChunkedAllToAllGemm):
@@ -167,12 +171,14 @@ class InterNodeAllToAllGemm(_SendsOperand, ChunkedAllToAllGemm):
 class FusedInterNodeAllToAllGemm(FusedAllToAllGemm, InterNodeAllToAllGemm):
     """A2A + GEMM by FusedAllToAllGemm's kernel, launched for each chunk, of which every tile needs all ranks' blocks."""
 
-    def _multiply(self, operands: GatherOperands) -> None:
-        operands, chunks = launch.readable(self._plan, operands), self._call.chunks
-        for chunk in range(chunks):
+    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
+        multiply, last = self._multiply_in_launches(self._sent, b_kn, y), self._call.chunks - 1
+        for chunk in range(self._call.chunks):
             self._exchanges.bring_chunk(chunk)
             self._call.wait_chunk(0, chunk, self._domain.world_size)
-            super()._multiply(operands if chunk == chunks - 1 else self._count_and_leave(operands))
+            if chunk < last:
+                self._count()
+            multiply(chunk < last)
 
 
 class _SendsResult:
@@ -208,15 +214,16 @@ class _SendsResult:
         if (stays := self._plan.transfers.inside.by_unit.get((block, chunk))) is not None:
             self._engine.push(self._blocks, self._call.routes(stays))
 
-    def _launch(self, operands: ScatterOperands) -> None:
+    def _launch(self, a_mk: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor) -> None:
         """Launch the kernel that fills `_blocks`, and enqueue what leaves, in the order of its tiles."""
         domain, engine, call, plan = self._domain, self._engine, self._call, self._plan
         # What an earlier call of the operator still sends and receives is enqueued after the kernel: with one hardware queue the
         # kernel would come after its waits for the network. Nothing is lost by sending it after this, because between the calls
         # the caller's stream has no product.
         engine.send_after_this()
-        engine.launch(lambda: launch.multiply_and_send(domain, call, plan, operands), self._blocks, [])
-        tiles = launch.tiles_of_chunk(plan, operands.y)
+        blocks = self._blocks
+        engine.launch(lambda: launch.multiply_and_send(domain, call, plan, a_mk, b_kn, blocks, y), blocks, [])
+        tiles = launch.tiles_of_chunk(plan, y)
         for _, transfers in plan.transfers.by_block:
             for transfer in transfers.network:
                 source, make = self._sent(transfer)
@@ -300,9 +307,8 @@ class FusedInterNodeGemmReduceScatter(InterNodeGemmReduceScatter):
     """GEMM + RS by the kernel. A sum of the node waits for its own tiles, too; nobody waits in the kernel."""
 
     def _start(self) -> None:
-        self._a = launch.operand(self._plan, self._a)
         self._begin()
-        self._launch(ScatterOperands(self._a, self._b, self._partials, self._partials[self._domain.rank]))
+        self._launch(self._a, self._b, self._partials[self._domain.rank])
 
 
 class InterNodeGemmAllToAll(_SendsResult, ChunkedGemmAllToAll):
@@ -332,6 +338,5 @@ class FusedInterNodeGemmAllToAll(FusedGemmAllToAll, InterNodeGemmAllToAll):
     """GEMM + A2A by the kernel. Each chunk leaves when its tiles are counted."""
 
     def _start(self) -> None:
-        self._a = launch.operand(self._plan, self._a)
         self._open_with(new_blocks(self._domain, self._a, self._b))
-        self._launch(self._operands(self._blocks))
+        self._launch(self._a, self._b, self._own_place())

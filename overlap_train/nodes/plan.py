@@ -106,7 +106,7 @@ def _most_products(how: Method, pass_: Pass, local: int, sms: int) -> int:
     return at_once * HOPPER_TILE.count(max(1, pass_.m // pass_.world), columns) // sms
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InterNodePlan(EnginePlan):
     """One pass in a group of `nodes` nodes. send_sms, reduce_sms, wait_sms: the SMs of NCCL, sums, and waits of one CTA."""
 
@@ -116,7 +116,7 @@ class InterNodePlan(EnginePlan):
     reduce_sms: int = 0
     wait_sms: int = 0
 
-    inside_node = False
+    reach, inside_node = "nodes", False
 
     @cached_property
     def sm_margin(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ from ..group.signals import Tag
 from ..select.tiles import HOPPER
 from . import launch
 from .collective import should_run_async
-from .launch import GatherOperands
-from .plan import EnginePlan
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
 
 
 class AllToAllGemm(ABC):
@@ -103,12 +105,12 @@ class FusedAllToAllGemm(ChunkedAllToAllGemm):
         super().__init__(domain, plan, tag, sent.contiguous() if reads_all else sent)
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self._multiply(GatherOperands(self._sent, b_kn, y, self._sends))
+        self._multiply(b_kn, y)
         return y
 
-    def _multiply(self, operands: GatherOperands) -> None:
-        """Fill operands.y."""
-        launch.receive_and_multiply(self._domain, self._call, self._plan, operands)
+    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
+        """Fill y."""
+        launch.receive_and_multiply(self._domain, self._call, self._plan, self._sent, b_kn, y)
 
 
 class DirectAllToAllGemm(FusedAllToAllGemm):

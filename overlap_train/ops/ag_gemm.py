@@ -8,6 +8,7 @@ for each (schedule/ has the orders).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,8 +16,9 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import GatherOperands
-from .plan import EnginePlan
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
 
 
 class AllGatherGemm:
@@ -86,7 +88,7 @@ class ChunkedAllGatherGemm(AllGatherGemm):
     def keep_own(self, beside: EnginePlan) -> None:
         self._keeps = beside.hides_copies
         if self._keeps:
-            self._domain.engine.keep(self._own, self._call.blocks[self._domain.rank])
+            self._domain.engine.keep(self._own, self._call.own_block)
 
     def gathered_view(self) -> torch.Tensor:
         if self._arrived:
@@ -116,12 +118,12 @@ class FusedAllGatherGemm(ChunkedAllGatherGemm):
         y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
         # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That takes 3 us if all
         # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
-        self._multiply(GatherOperands(self._own, b_kn, y, self._sends))
+        self._multiply(b_kn, y)
         return y
 
-    def _multiply(self, operands: GatherOperands) -> None:
-        """Fill operands.y."""
-        launch.receive_and_multiply(self._domain, self._call, self._plan, operands)
+    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
+        """Fill y."""
+        launch.receive_and_multiply(self._domain, self._call, self._plan, self._own, b_kn, y)
 
 
 class DirectAllGatherGemm(FusedAllGatherGemm):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from ..group.signals import Tag
 from ..schedule.order import Transfers
 from . import launch
 from .collective import should_run_async
-from .launch import ScatterOperands
-from .plan import EnginePlan
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
 
 
 class GemmAllToAll(ABC):
@@ -118,14 +120,8 @@ class FusedGemmAllToAll(ChunkedGemmAllToAll):
     def _start(self) -> None:
         self._open()
         staging = new_blocks(self._domain, self._a, self._b)
-        launch.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
-
-    def _open(self) -> None:
-        self._a = launch.operand(self._plan, self._a)
-        super()._open()
-
-    def _operands(self, staging: torch.Tensor | None) -> ScatterOperands:
-        return ScatterOperands(self._a, self._b, staging, self._own_place())
+        own = self._own_place()
+        launch.multiply_and_push(self._domain, self._call, self._plan, self._a, self._b, staging, own)
 
 
 class DirectGemmAllToAll(FusedGemmAllToAll):
@@ -133,7 +129,7 @@ class DirectGemmAllToAll(FusedGemmAllToAll):
 
     def _start(self) -> None:
         self._open()
-        launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
+        launch.multiply_and_send(self._domain, self._call, self._plan, self._a, self._b, None, self._own_place())
 
 
 def new_blocks(domain: OverlapDomain, a_shard_m: torch.Tensor, b_kn: torch.Tensor) -> torch.Tensor:
@@ -166,8 +162,8 @@ class PulledFusedGemmAllToAll(PulledChunkedGemmAllToAll, FusedGemmAllToAll):
 
     def _leave_blocks(self) -> None:
         self._call.slot.counted.zero_()  # the epoch advances after the kernel, in the barrier
-        operands = self._operands(self._call.blocks)
-        launch.multiply_and_send(self._domain, self._call, self._plan, operands)
+        left, own = self._call.blocks, self._own_place()
+        launch.multiply_and_send(self._domain, self._call, self._plan, self._a, self._b, left, own)
 
 
 METHODS: dict[str, Callable[..., GemmAllToAll]] = {

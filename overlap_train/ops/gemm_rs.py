@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +20,10 @@ from ..group.signals import Tag
 from ..group.slots import Call
 from . import collective as collectives
 from . import launch, low_latency
-from .launch import ScatterOperands, aligned
-from .plan import EnginePlan
+from .launch import aligned
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
 
 
 class GemmReduceScatter(ABC):
@@ -79,15 +81,11 @@ class FusedGemmReduceScatter(ChunkedGemmReduceScatter):
     def _start(self) -> None:
         self._open()
         staging = self._a.new_empty(self._domain.world_size, *self._y.shape)
-        launch.multiply_and_push(self._domain, self._call, self._plan, self._operands(staging))
+        launch.multiply_and_push(self._domain, self._call, self._plan, self._a, self._b, staging, self._y)
 
     def _open(self) -> None:
-        self._a = launch.operand(self._plan, self._a)
         self._y = self._a.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])  # perhaps a partial
         self._call = self._domain.workspace.open(self._y.shape, self._a.dtype, self._tag, self._plan.chunks)
-
-    def _operands(self, staging: torch.Tensor | None) -> ScatterOperands:
-        return ScatterOperands(self._a, self._b, staging, self._y)
 
     def finish(self) -> torch.Tensor:
         if self._plan.reduces_later:
@@ -100,7 +98,7 @@ class DirectGemmReduceScatter(FusedGemmReduceScatter):
 
     def _start(self) -> None:
         self._open()
-        launch.multiply_and_send(self._domain, self._call, self._plan, self._operands(None))
+        launch.multiply_and_send(self._domain, self._call, self._plan, self._a, self._b, None, self._y)
 
 
 class LowLatencyGemmReduceScatter(ChunkedGemmReduceScatter):
@@ -128,7 +126,7 @@ def reduce_partials(domain: OverlapDomain, call: Call, own: torch.Tensor) -> tor
     if domain.on_gpu:
         y = torch.empty_like(own)
         values = (own.data_ptr(), y.data_ptr())
-        call.launches.run(("reduce", aligned(*values)), values, partial(_reduce_launch, domain, call, own, y))
+        call.launches.run(("reduce", aligned(*values)), values, _reduce_launch, domain, call, own, y)
         return y
     total = own.to(torch.float32, copy=True)  # not a view, which autograd would refuse to have written into
     for source in range(call.world_size):

@@ -7,10 +7,8 @@ plain ones serve other GPUs, fp32, sizes that TMA refuses, and Triton's interpre
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +17,9 @@ from ..group.domain import OverlapDomain
 from ..group.slots import Call
 from ..schedule.order import units_in_run
 from ..select.tiles import HOPPER, HOPPER_TILE
-from .plan import MOST_DIRECT_PEERS, EnginePlan
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
 
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
 # A strip, which each of two multiplying groups has of a tile, and half a tile's columns: it stores one such quarter at a time.
@@ -31,44 +31,11 @@ STEP = 1024
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
 LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
+MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000
 
 Replaced = tuple[tuple[str, ...], ...]  # names of arguments, see gpu/launch.py
-
-
-@dataclass(slots=True)  # made at each call: frozen it would take 0.4 microseconds more
-class GatherOperands:
-    """What a product of what arrives is made of.
-
-    AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
-    A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
-
-    sends: the kernel stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
-    multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
-    """
-
-    own: torch.Tensor
-    b_kn: torch.Tensor
-    y: torch.Tensor
-    sends: bool
-    leaves: bool = False
-
-
-@dataclass(slots=True)
-class ScatterOperands:
-    """What a product that leaves is made of.
-
-    GEMM + RS    y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send
-    GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
-
-    staging: [W, *y.shape], where what the peers get is written; None: at the peers.
-    """
-
-    a_mk: torch.Tensor
-    b_kn: torch.Tensor
-    staging: torch.Tensor | None
-    y: torch.Tensor
 
 
 def on_a_gpu(domain: OverlapDomain) -> bool:
@@ -107,46 +74,68 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def receive_and_multiply(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands) -> None:
-    """Launch the kernel of AG + GEMM or A2A + GEMM that fills `operands.y`."""
-    operands = readable(plan, operands)
-    own, b_kn, y = operands.own, operands.b_kn, operands.y
+def receive_and_multiply(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor,
+    leaves: bool = False,
+) -> None:  # fmt: skip
+    """Launch the kernel that fills y with the product of what arrives:
+
+        AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
+        A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
+
+    By `direct` it also stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
+    multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
+    """
+    own = readable(plan, own)
     own_at = own.data_ptr()
     block = own[domain.rank] if plan.kind.sums_blocks else own
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
-    how = (plan.kernels, operands.sends, operands.leaves)
-    key = (plan.kind, how, plan.sm_margin, b_kn.shape, b_kn.stride(), _compiled_for(plan, addresses))
-    launch = partial(_gather_launch, domain, call, plan, operands, block)
-    call.launches.run(key, (*addresses, call.tag.word), launch)
+    is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)  # Hopper's take aligned operands only
+    key = (plan, leaves, b_kn.shape, b_kn.stride(), is_aligned)
+    told = (domain, call, plan, own, block, b_kn, y, leaves)
+    call.launches.run(key, (*addresses, call.tag.word), _gather_launch, *told)
 
 
-def readable(plan: EnginePlan, operands: GatherOperands) -> GatherOperands:
-    """`operands`, with a copy of own where TMA could not read it: it wants its start aligned."""
-    if plan.kernels != HOPPER or operands.own.data_ptr() % 16 == 0:
-        return operands
-    return replace(operands, own=operands.own.clone(memory_format=torch.contiguous_format))
+def readable(plan: EnginePlan, own: torch.Tensor) -> torch.Tensor:
+    """`own`, or a copy where TMA could not read it: it wants its start aligned."""
+    if plan.kernels != HOPPER or own.data_ptr() % 16 == 0:
+        return own
+    return own.clone(memory_format=torch.contiguous_format)
 
 
-def multiply_and_send(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
-    """Launch the kernel of GEMM + RS or GEMM + A2A that fills `operands.y`, with `EnginePlan.reduces_later` by the own partial,
-    and `operands.staging` or, where that is None, the peers' slots."""
-    a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
-    written = y if staging is None else staging
-    addresses = (a_mk.data_ptr(), b_kn.data_ptr(), written.data_ptr(), y.data_ptr())
-    layout = (a_mk.stride(), b_kn.shape, b_kn.stride())  # a's shape follows, as above
-    how = (plan.kernels, staging is None, plan.reduces_later)
-    key = (plan.kind, how, plan.sm_margin, layout, _compiled_for(plan, addresses))
-    launch = partial(_scatter_launch, domain, call, plan, operands)
-    call.launches.run(key, (*addresses, call.tag.word), launch)
+def multiply_and_send(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor,
+    staging: torch.Tensor | None, y: torch.Tensor,
+) -> None:  # fmt: skip
+    """Launch the kernel that multiplies and fills `staging` [W, *y.shape], what the peers get, or, where that is None, the peers'
+    slots; and y:
+
+        GEMM + RS    y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send; with `EnginePlan.reduces_later` the own
+                     partial
+        GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
+    """
+    a_at, a_strides = a_mk.data_ptr(), a_mk.stride()
+    if plan.kernels == HOPPER and (a_at % 16 or not _tma_reads_rows(a_mk.itemsize, *a_strides)):
+        # an expanded gradient, a slice that starts between 16-byte words
+        a_mk = a_mk.clone(memory_format=torch.contiguous_format)
+        a_at, a_strides = a_mk.data_ptr(), a_mk.stride()
+    y_at = y.data_ptr()
+    addresses = (a_at, b_kn.data_ptr(), y_at if staging is None else staging.data_ptr(), y_at)
+    is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)
+    key = (plan, a_strides, b_kn.shape, b_kn.stride(), is_aligned)  # a's shape follows, as above
+    told = (domain, call, plan, a_mk, b_kn, staging, y)
+    call.launches.run(key, (*addresses, call.tag.word), _scatter_launch, *told)
 
 
-def multiply_and_push(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> None:
-    """multiply_and_send into `operands.staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
-    assert operands.staging is not None
-    routes = call.routes(plan.transfers, tiles=tiles_of_chunk(plan, operands.y))
+def multiply_and_push(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor, staging: torch.Tensor,
+    y: torch.Tensor,
+) -> None:  # fmt: skip
+    """multiply_and_send into `staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
+    routes = call.routes(plan.transfers, tiles=tiles_of_chunk(plan, y))
     call.next_epoch()
-    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, operands), operands.staging, routes)
+    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b_kn, staging, y), staging, routes)
 
 
 def tiles_of_chunk(plan: EnginePlan, y: torch.Tensor) -> int:
@@ -155,24 +144,14 @@ def tiles_of_chunk(plan: EnginePlan, y: torch.Tensor) -> int:
     return plan.tile.counted(rows // plan.chunks, cols)
 
 
-def operand(plan: EnginePlan, a_mk: torch.Tensor) -> torch.Tensor:
-    """a_mk, or a copy where TMA could not read it: an expanded gradient, a slice that starts between 16-byte words."""
-    if plan.kernels != HOPPER:
-        return a_mk
-    pitch, step = a_mk.stride()
-    nbytes = pitch * a_mk.itemsize
-    readable = step == 1 and nbytes > 0 and nbytes % 16 == 0 and a_mk.data_ptr() % 16 == 0
-    return a_mk if readable else a_mk.clone(memory_format=torch.contiguous_format)
+def _tma_reads_rows(itemsize: int, pitch: int, step: int) -> bool:
+    """Whether TMA reads a matrix that begins on 16 bytes, with these strides."""
+    return step == 1 and pitch > 0 and pitch * itemsize % 16 == 0
 
 
 def aligned(*addresses: int) -> tuple[bool, ...]:
     """What Triton compiles a kernel for: which pointers are on 16 bytes."""
     return tuple(address % 16 == 0 for address in addresses)
-
-
-def _compiled_for(plan: EnginePlan, addresses: tuple[int, ...]) -> tuple[bool, ...] | None:
-    """Which addresses are aligned, for the key of a launch; None for the Hopper kernels, which take aligned operands only."""
-    return None if plan.kernels == HOPPER else aligned(*addresses)
 
 
 def is_interpreted() -> bool:
@@ -185,12 +164,12 @@ def is_interpreted() -> bool:
 
 
 def _gather_launch(
-    domain: OverlapDomain, call: Call, plan: EnginePlan, operands: GatherOperands, block: torch.Tensor
-) -> Launch:
+    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, block: torch.Tensor, b_kn: torch.Tensor,
+    y: torch.Tensor, leaves: bool,
+) -> Launch:  # fmt: skip
     """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, tag. block: own [M/W, K] in AG +
     GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
-    own, b_kn, y, sends = operands.own, operands.b_kn, operands.y, operands.sends
-    (m_shard, k), n = own.shape[-2:], b_kn.shape[1]
+    (m_shard, k), n, sends = own.shape[-2:], b_kn.shape[1], plan.method == "direct"
     exchange = plan.kind.sums_blocks
     blocks = 1 if exchange else domain.world_size  # of rows of y
     received = "received" if exchange else "gathered"
@@ -211,7 +190,7 @@ def _gather_launch(
         constants, programs = _portable_constants(plan, domain), plan.tile.count(m_shard, n) * blocks
         replaced = ((), ("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",))  # it finds the own block from own
     arguments |= dict(
-        sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at, leaves=int(operands.leaves),
+        sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at, leaves=int(leaves),
         here_ptr=call.slot.counters.here,
     )  # fmt: skip
     # PIECE: elements that are claimed and counted at once, of a chunk of fewer than 2^31 (4 GiB in bf16): 32 KB in bf16, which
@@ -221,10 +200,12 @@ def _gather_launch(
     return Launch(_kernel(plan), grid, arguments | protocol_arguments(domain, call, sends), constants, replaced)
 
 
-def _scatter_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, operands: ScatterOperands) -> Launch:
+def _scatter_launch(
+    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor,
+    staging: torch.Tensor | None, y: torch.Tensor,
+) -> Launch:  # fmt: skip
     """The Launch of multiply_and_send. Values replaced at each launch: a, b, staging (on Hopper unused where the kernel stores at
     the peers, else y then), y, tag."""
-    a_mk, b_kn, staging, y = operands.a_mk, operands.b_kn, operands.staging, operands.y
     m_shard, n = y.shape
     direct, exchange = staging is None, plan.kind.splits_columns
     adds = not exchange and not plan.reduces_later

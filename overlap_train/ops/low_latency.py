@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +42,8 @@ def _run(
     source_at, result_at = source.data_ptr(), result.data_ptr()
     # What the kernels load and store at once: 4 bytes, or 2 where some block of 16-bit numbers does not begin on 4.
     unit = torch.int32 if (block.nbytes | source_at | result_at) % 4 == 0 else torch.int16
-    launch = partial(_launch, what, domain, call, block.nbytes, source, result, unit, sm_margin)
-    call.launches.run((f"low latency {what}", unit, sm_margin), (source_at, result_at, tag.word), launch)
+    told = (what, domain, call, block.nbytes, source, result, unit, sm_margin)
+    call.launches.run((what, unit, sm_margin), (source_at, result_at, tag.word), _launch, *told)
 
 
 def _launch(

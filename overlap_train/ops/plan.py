@@ -7,11 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from typing import Any
 
 import torch
 
 from ..config import OverlapConfig, flag_name
+from ..group.domain import OverlapDomain
 from ..group.memory import Request
+from ..group.signals import Tag
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
@@ -28,15 +31,16 @@ from ..select.tiles import (
     tma_reads,
     tma_reads_weight,
 )
+from .launch import MOST_DIRECT_PEERS
 from .spec import OperatorSpec, shapes_of
+from .table import TABLE
 
 SERIALISING = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
-MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """One pass: which engine, how it runs, and why.
+    """One pass: which engine, how it runs, and why. Compared by identity: calls look up their launches by it.
 
     variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own.
     chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive.
@@ -55,7 +59,19 @@ class EnginePlan:
     concurrent_sms: int = 0
     beside_wgrad: bool = False
 
-    inside_node = True  # whether all ranks of the group are in one
+    reach = "node"  # of TABLE in ops/table.py: how the ranks of the group reach each other
+    inside_node = True  # whether all of them are in one
+
+    @cached_property
+    def engine(self) -> Callable[..., Any]:
+        """The class that runs the pass."""
+        found: Callable[..., Any] = TABLE[self.reach][self.kind][self.method]
+        return found
+
+    def start(self, domain: OverlapDomain, tag: Tag, *operands: torch.Tensor | None) -> Any:
+        """A started engine: AllGatherGemm of x_shard_m, GemmReduceScatter of a_mk and b_kn, GemmAllToAll of a_shard_m, b_kn and
+        perhaps `into`, or AllToAllGemm of the blocks to send, [W, M/W, K/W], each contiguous."""
+        return self.engine(domain, self, tag, *operands)
 
     @cached_property
     def method(self) -> str:

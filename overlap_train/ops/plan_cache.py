@@ -23,7 +23,7 @@ from .planned import Planned, PlannedOp
 from .spec import PLAIN, OperatorSpec, autocast_error, tensor_error
 
 if TYPE_CHECKING:
-    from .autotune import AutotuneRuns
+    from .tune_steps import AutotuneRuns
 
 _CONFIGS = (OverlapConfig, type(None))
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
@@ -68,7 +68,7 @@ class PlanCache:
     @cached_property
     def runs(self) -> AutotuneRuns:
         """The autotune runs of the domain."""
-        from .autotune import AutotuneRuns
+        from .tune_steps import AutotuneRuns
 
         return AutotuneRuns(self.domain)
 

@@ -47,7 +47,8 @@ class WeightGradient:
         """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
         if self._target is None:
             unmark(self._weight, self._ctx, 1)
-            return None if self._dw is None else self._dw.to(self._weight.dtype)
+            dw, dtype = self._dw, self._weight.dtype
+            return dw if dw is None or dw.dtype is dtype else dw.to(dtype)
         if self._dw is not None:
             self._target.add_(self._dw)
         if not hasattr(self._weight, "grad_added_to_main_grad"):

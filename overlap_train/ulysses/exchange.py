@@ -27,7 +27,6 @@ from ..ops.gemm_a2a import GemmAllToAll
 from ..ops.plan_cache import OnPlan, plan_of, refuse
 from ..ops.planned import Planned
 from ..ops.spec import ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, OperatorSpec
-from ..ops.table import start_engine
 from ..ops.wgrad import WeightGradient
 from ..select.autotune import Autotune, TimedScope
 from .attention_layout import Heads, Rotary, pack, unpack
@@ -246,11 +245,11 @@ class Linear:
         domain, plan, tags = part.exchange.domain, part.exchange.plan, part.exchange.tags
         assert plan.wgrad is not None, "what forward has received was not kept"
         with part.exchange.backward[dx is not None, True]:
-            receiver, dy_rows = start_engine(domain, plan.wgrad, tags.wgrad, x.give(part)), self.rows(dy, part)
+            receiver, dy_rows = plan.wgrad.start(domain, tags.wgrad, x.give(part)), self.rows(dy, part)
             if dx is None:
                 self._add(dw, part, dy_rows, receiver.received_view(), False)
                 return
-            exchange = start_engine(domain, plan.dgrad, tags.dgrad, dy_rows, self.w, dx.place(part))
+            exchange = plan.dgrad.start(domain, tags.dgrad, dy_rows, self.w, dx.place(part))
             self._add(dw, part, dy_rows, receiver.received_view(), True)
             dx.take(part, exchange.received())
 

@@ -20,10 +20,9 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import SLOTS
 from ..ops.a2a_gemm import AllToAllGemm
-from ..ops.gemm_a2a import GemmAllToAll
+from ..ops.gemm_a2a import PULLED, GemmAllToAll
 from ..ops.plan import EnginePlan
 from ..ops.planned import PlannedOp
-from ..ops.table import start_engine, start_pulled_gemm_a2a
 from ..select.system import H200
 
 Give = Callable[[], torch.Tensor]
@@ -54,9 +53,11 @@ class Step:
 
     def start(self, sent: torch.Tensor) -> AllToAllGemm | GemmAllToAll:
         if self.factor is None:
-            return start_engine(self.domain, self.plan, self.tag, sent)
-        start = start_pulled_gemm_a2a if self.is_pulled else start_engine
-        return start(self.domain, self.plan, self.tag, sent, self.factor.b_kn, self.factor.into)  # type: ignore[arg-type]
+            return self.plan.start(self.domain, self.tag, sent)
+        b_kn, into = self.factor.b_kn, self.factor.into
+        if self.is_pulled:
+            return PULLED[self.plan.method](self.domain, self.plan, self.tag, sent, b_kn, into)
+        return self.plan.start(self.domain, self.tag, sent, b_kn, into)
 
     @property
     def is_pulled(self) -> bool:

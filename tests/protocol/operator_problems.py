@@ -42,7 +42,7 @@ def gathers(
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t()).fprop
-        gather = core("ops.table").start_engine(domain, plan, planned_tag(domain, "gather"), own)
+        gather = plan.start(domain, planned_tag(domain, "gather"), own)
         if again:
             gather.matmul(mine * 2)
         return gather.gathered_view() @ mine if complete else gather.matmul(mine)
@@ -66,7 +66,7 @@ def scatters(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         variant = core("select.method").Method("fused", split_reduction=split_reduction)
         plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
-        return core("ops.table").start_engine(domain, plan, planned_tag(domain, "scatter"), own, mine).finish()
+        return plan.start(domain, planned_tag(domain, "scatter"), own, mine).finish()
 
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)), before)
 
@@ -85,7 +85,7 @@ def to_heads(
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "LINEAR_ALL_TO_ALL").fprop
-        exchange = core("ops.table").start_engine(domain, plan, planned_tag(domain, "to_heads"), own, mine)
+        exchange = plan.start(domain, planned_tag(domain, "to_heads"), own, mine)
         return exchange.received().flatten(0, 1).clone()
 
     sent = (a @ b).unflatten(3, (world, columns))  # [calls, from, rows, to, columns]
@@ -107,7 +107,7 @@ def to_rows(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t(), "ALL_TO_ALL_LINEAR").fprop
         sent = own.unflatten(0, (world, -1))
-        receiver = core("ops.table").start_engine(domain, plan, planned_tag(domain, "to_rows"), sent)
+        receiver = plan.start(domain, planned_tag(domain, "to_rows"), sent)
         y = receiver.matmul(mine, own.new_empty(TILE, columns))
         again = receiver.received_view().transpose(0, 1).flatten(1) @ mine  # as the weight gradient reads it
         return y.where(y == again, torch.nan)

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.interpreter_hooks import read_word
@@ -97,11 +99,16 @@ class SimulatedStream:
 
 
 class SimulatedDriver:
-    """`CudaDriver` for the streams of one GPU. Streams and events are numbers here, too."""
+    """`CudaDriver` for the streams of one GPU. Streams and events are numbers here, too: its calls get each Word as its value."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
         self._recorded: list[Operation | None] = []  # by event: what it was recorded behind
+        for name in ("copy", "wait_value", "record_event", "wait_event"):
+            setattr(self, name, partial(self._call, name))
+
+    def _call(self, name: str, *words: Any) -> None:
+        getattr(type(self), name)(self, *(getattr(word, "value", word) for word in words))
 
     def current_stream(self) -> int:
         return self._gpu.current.cuda_stream

@@ -40,7 +40,7 @@ def columns(
                 domain.workspace.barrier = lambda tag: (barriers.append(tag.op), meet(tag))
             for number in range(count):
                 context = Context(wants_dx=True)
-                context.linear, context.weight = column.linear("qkv"), w[number, rank]
+                context.linear, context.weight, context.x_shape = column.linear("qkv"), w[number, rank], x.shape[2:]
                 context.save_for_backward(x[number, rank], w[number, rank])
                 dx, dw, *_ = core("linear")._AllGatherLinear.backward(context, dy[number, rank])
                 results[number, rank] = dx.clone(), dw

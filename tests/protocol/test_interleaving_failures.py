@@ -14,7 +14,7 @@ from overlap_train import OverlapTimeoutError
 from tests.protocol.explore import Build, assert_passes
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import gathers, tag_of
-from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation
 
 
 def raises_behind_its_push(domain: SimulatedDomain, method: str = "chunked") -> None:
@@ -22,7 +22,7 @@ def raises_behind_its_push(domain: SimulatedDomain, method: str = "chunked") -> 
     own = torch.full((TILE, TILE), torch.nan)
     with contextlib.suppress(MemoryError), domain.operator(tag_of("broken"), slots=1):
         plan = domain.plan(method, own, own).fprop
-        core("ops.table").start_engine(domain, plan, tag_of("broken"), own)
+        plan.start(domain, tag_of("broken"), own)
         raise MemoryError
 
 
@@ -52,8 +52,8 @@ def late_meeting(late: int = 1) -> Build:
             domain.workspace.barrier(tag_of("fc1"))
             gave_up.append(domain.rank)
             ones = torch.ones(TILE, TILE)
-            plan, gathers = domain.plan("chunked", ones, ones).fprop, core("ops.table")
-            gathered[domain.rank] = gathers.start_engine(domain, plan, tag_of("fc1"), ones).gathered_view()
+            plan = domain.plan("chunked", ones, ones).fprop
+            gathered[domain.rank] = plan.start(domain, tag_of("fc1"), ones).gathered_view()
             if domain.rank != late:
                 with pytest.raises(OverlapTimeoutError, match=f"fc1: rank {domain.rank} waited"):
                     domain.fault.check()

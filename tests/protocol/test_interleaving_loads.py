@@ -26,8 +26,8 @@ def with_loads(machine: NodeSimulation, build: Build) -> Build:
         cache, loaded = core("gpu.launch").LaunchCache, set[Hashable]()
         run = cache.run
 
-        def load_and_run(launches: Any, key: Hashable, values: tuple[int, ...], describe: Callable[[], Any]) -> None:
-            launch, rank = describe(), scheduler.running_actor().rank
+        def load_and_run(launches: Any, key: Hashable, values: tuple[int, ...], describe: Any, *told: Any) -> None:
+            launch, rank = describe(*told), scheduler.running_actor().rank
             dtypes = tuple(getattr(argument, "dtype", None) for argument in launch.arguments.values())
             binary = (rank, launch.kernel, dtypes, *sorted(launch.constants.items()))
             if binary not in loaded:

@@ -52,12 +52,10 @@ def exchanged_backward(machine: NodeSimulation, calls: int = 2, first: Before | 
                 (own, own_dy) = (operand[call, rank] for operand in operands)
                 plan = domain.plan(machine.method, own, w, "ALL_TO_ALL_LINEAR")
                 with domain.operator(tag_of("backward"), slots=2):
-                    start = core("ops.table").start_engine
-                    receiver = start(domain, plan.wgrad, tag_of("x"), own.unflatten(0, (world, TILE)))
+                    receiver = plan.wgrad.start(domain, tag_of("x"), own.unflatten(0, (world, TILE)))
                     if first is not None:
                         first(domain)
-                    send = core("ops.table").start_engine
-                    exchange = send(domain, plan.dgrad, tag_of("dx"), own_dy, w)
+                    exchange = plan.dgrad.start(domain, tag_of("dx"), own_dy, w)
                     blocks[call, rank] = receiver.received_view()
                     dx[call, rank] = exchange.received()
                 for operand in (own, own_dy):
@@ -126,11 +124,10 @@ def test_a_part_ends_when_it_has_crossed_though_nobody_reads_it() -> None:
         def host(domain: SimulatedDomain) -> None:
             first, second = x[domain.rank].clone(), x[domain.rank].clone()
             plan = domain.plan("chunked", first.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
-            start = core("ops.table").start_engine
             with domain.operator(tag_of("first"), slots=1):
-                receiver = start(domain, plan, tag_of("first"), first)
+                receiver = plan.start(domain, tag_of("first"), first)
                 domain.begin_ahead()
-                following = start(domain, plan, tag_of("second"), second)
+                following = plan.start(domain, tag_of("second"), second)
                 if domain.rank % 2:
                     seen[domain.rank] = receiver.received_view()
             first.fill_(torch.nan)
@@ -157,8 +154,7 @@ def test_memory_of_what_landed_is_held_until_it_is_passed_on() -> None:
             plan = domain.plan("chunked", x.flatten(0, 1), torch.ones(TILE, 4 * TILE), "ALL_TO_ALL_LINEAR").fprop
             landings = []
             with domain.operator(tag_of("call"), slots=1):
-                start = core("ops.table").start_engine
-                receiver = start(domain, plan, tag_of("call"), x)
+                receiver = plan.start(domain, tag_of("call"), x)
                 landings += [exchange.buffer for exchange in receiver._exchanges._under_way]
                 receiver.received_view()
                 addresses = {tensor.data_ptr() for tensor in domain.engine._held}
@@ -188,8 +184,7 @@ def test_what_lands_names_the_call_that_it_is_of() -> None:
                 tag_of(f"layer {domain.rank // 3}"),
             )
             with domain.operator(tag_of("call"), slots=1):
-                start = core("ops.table").start_engine
-                start(domain, plan.fprop, tag, x).received_view()
+                plan.fprop.start(domain, tag, x).received_view()
 
         machine.spawn_hosts(scheduler, host)
         return lambda: None

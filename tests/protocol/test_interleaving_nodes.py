@@ -118,10 +118,9 @@ def backward(machine: NodeSimulation, calls: int = 2, first: Before = lambda dom
                 own, own_dy = (operand[call, rank] for operand in operands)
                 plan = domain.plan(machine.method, own, w[rank].t())
                 with domain.operator(tag_of("backward"), slots=2):
-                    gather = core("ops.table").start_engine(domain, plan.fprop, tag_of("x"), own)
+                    gather = plan.fprop.start(domain, tag_of("x"), own)
                     first(domain)
-                    start = core("ops.table").start_engine
-                    scatter = start(domain, plan.dgrad, tag_of("dx"), own_dy, w[rank])
+                    scatter = plan.dgrad.start(domain, tag_of("dx"), own_dy, w[rank])
                     gathered[call, rank] = gather.gathered_view()
                     dx[call, rank] = scatter.finish()
 
@@ -195,7 +194,7 @@ def dx_alone(machine: NodeSimulation) -> Build:
         x, dy, w = torch.ones(TILE, TILE), torch.ones(machine.world_size * TILE, TILE), torch.ones(TILE, TILE)
         plan = domain.plan(machine.method, x, w).dgrad
         with domain.operator(tag_of("backward"), slots=1):
-            core("ops.table").start_engine(domain, plan, tag_of("dx"), dy, w).finish()
+            plan.start(domain, tag_of("dx"), dy, w).finish()
 
     return in_one_pass(machine, run)
 
@@ -245,19 +244,18 @@ def in_turns(machine: NodeSimulation, order: str) -> Build:
         eye, tag = torch.eye(TILE), tag_of(kind)
         if kind == "g":
             plan = domain.plan(machine.method, own[0], eye).fprop
-            return core("ops.table").start_engine(domain, plan, tag, own[0]).matmul(eye)
+            return plan.start(domain, tag, own[0]).matmul(eye)
         if kind == "s":
             plan = domain.plan(machine.method, own.flatten(0, 1), eye, "LINEAR_REDUCE_SCATTER").fprop
-            return core("ops.table").start_engine(domain, plan, tag, own.flatten(0, 1), eye).finish()
+            return plan.start(domain, tag, own.flatten(0, 1), eye).finish()
         if kind == "r":
             plan = domain.plan(
                 machine.method, own.flatten(0, 1), torch.ones(TILE, world * TILE), "ALL_TO_ALL_LINEAR"
             ).fprop
-            start = core("ops.table").start_engine
-            return start(domain, plan, tag, own).received_view().clone()
+            return plan.start(domain, tag, own).received_view().clone()
         columns = own.transpose(0, 1).flatten(1)  # block d for rank d
         plan = domain.plan(machine.method, eye, columns.t(), "LINEAR_ALL_TO_ALL").fprop
-        return core("ops.table").start_engine(domain, plan, tag, eye, columns).received().clone()
+        return plan.start(domain, tag, eye, columns).received().clone()
 
     def expected(kind: str, rank: int, all_ranks: torch.Tensor) -> torch.Tensor:
         if kind == "g":
@@ -297,11 +295,10 @@ def started(
     if operator == "gather":
         shard = own[:TILE]
         plan = domain.plan(method, shard, shard).fprop
-        gather = core("ops.table").start_engine(domain, plan, tag_of("call"), shard)
+        gather = plan.start(domain, tag_of("call"), shard)
         return lambda: gather.matmul(torch.eye(TILE)).unflatten(0, (2, TILE))
     plan = domain.plan(method, own, own.new_empty(2 * TILE, 2 * TILE), "ALL_TO_ALL_LINEAR").fprop
-    start = core("ops.table").start_engine
-    receiver = start(domain, plan, tag_of("call"), own.unflatten(0, (2, TILE)))
+    receiver = plan.start(domain, tag_of("call"), own.unflatten(0, (2, TILE)))
     y = own.new_empty(TILE, 2 * TILE)
     return lambda: receiver.matmul(torch.eye(2 * TILE), y).unflatten(1, (2, TILE)).transpose(0, 1)
 
@@ -394,7 +391,7 @@ def wrong_calls(machine: NodeSimulation, op_of: Callable[[int], str]) -> tuple[B
             x = integers(TILE, TILE, seed=1)
             plan, tag = domain.plan("chunked", x, x), tag_of(op_of(domain.rank))
             with domain.operator(tag, slots=1):
-                core("ops.table").start_engine(domain, plan.fprop, tag, x).matmul(x)
+                plan.fprop.start(domain, tag, x).matmul(x)
 
         machine.spawn_hosts(scheduler, host)
         return lambda: None

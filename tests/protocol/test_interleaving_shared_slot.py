@@ -24,7 +24,7 @@ def gather_and_barrier(method: str) -> Before:
         own = torch.ones(TILE, TILE)
         with domain.operator(tag_of("other"), slots=1):
             plan = domain.plan(method, own, own).fprop
-            core("ops.table").start_engine(domain, plan, tag_of("other"), own).matmul(own)
+            plan.start(domain, tag_of("other"), own).matmul(own)
         domain.workspace.barrier(tag_of("between"))
 
     return before
@@ -68,14 +68,14 @@ def without_a_peer(method: str, operator: str) -> Build:
         def run(domain: SimulatedDomain) -> torch.Tensor:
             if operator != "scatter":
                 plan = domain.plan(method, x[:TILE], b.t()).fprop
-                gather = core("ops.table").start_engine(domain, plan, tag_of("call"), x[:TILE])
+                gather = plan.start(domain, tag_of("call"), x[:TILE])
                 y = gather.matmul(b)
                 if operator == "gather":
                     return y[TILE:]
                 gather.keep_own(plan)
                 return gather.gathered_view()[TILE : TILE + 1]  # a weight gradient reads it: one row shows there
             plan = domain.plan(method, x, b.t(), "LINEAR_REDUCE_SCATTER").fprop
-            return core("ops.table").start_engine(domain, plan, tag_of("call"), x, b).finish()
+            return plan.start(domain, tag_of("call"), x, b).finish()
 
         machine.spawn_hosts(scheduler, host)
 

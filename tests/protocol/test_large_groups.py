@@ -19,7 +19,6 @@ pytest.importorskip("greenlet")
 from overlap_train.gpu.launch import Launch, LaunchCache
 from overlap_train.group.slots import Layout
 from overlap_train.nodes.slots import NodeCall
-from overlap_train.ops import table as start
 from tests.protocol.interleaving import Scheduler
 from tests.protocol.operator_problems import tag_of
 from tests.protocol.simulated_nodes import NodeSimulation
@@ -59,14 +58,14 @@ def a_call(domain: SimulatedDomain, operator: str, method: str) -> Run:
     def run() -> None:
         with domain.operator(TAG, slots=1):
             if operator == "gather":
-                start.start_engine(domain, plan, TAG, x).matmul(b)
+                plan.start(domain, TAG, x).matmul(b)
             elif operator == "scatter":
-                start.start_engine(domain, plan, TAG, x, b).finish()
+                plan.start(domain, TAG, x, b).finish()
             elif operator == "to_heads":
-                start.start_engine(domain, plan, TAG, x, b).received()
+                plan.start(domain, TAG, x, b).received()
             else:
                 blocks, y = x.unflatten(0, (WORLD, ROWS)), torch.empty(ROWS, ROWS)
-                start.start_engine(domain, plan, TAG, blocks).matmul(b, y)
+                plan.start(domain, TAG, blocks).matmul(b, y)
 
     return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 from unittest import mock
 
@@ -50,8 +50,8 @@ def _launches(rank: int, world: int, method: str) -> int:
     found: dict[Hashable, set[Hashable]] = defaultdict(set)
     caches: dict[int, LaunchCache] = {}  # kept: one that comes after the heap has grown has no other's id
 
-    def run(cache: LaunchCache, key: Hashable, given: tuple[int, ...], describe: Callable[[], Launch]) -> None:
-        launch = describe()
+    def run(cache: LaunchCache, key: Hashable, given: tuple[int, ...], describe: Any, *told: Any) -> None:
+        launch = describe(*told)
         assert len(given) == len(launch.replaced)
         caches[id(cache)] = cache
         found[id(cache), key].add(_compiled_for(launch))

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 import overlap_train.nodes  # noqa: F401  registers its engines
 from overlap_train import OverlapConfig, all_gather_linear, shutdown
-from overlap_train.ops.table import PULLED, TABLE
+from overlap_train.ops.gemm_a2a import PULLED
+from overlap_train.ops.table import TABLE
 from overlap_train.select.method import Pass, rounded_up
 from overlap_train.select.table import key_of, read
 from tests.linear_cases import OPERATORS, SHAPES, Case

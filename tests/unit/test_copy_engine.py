@@ -38,7 +38,7 @@ def raise_if_refused(status: int) -> None:
 @pytest.mark.parametrize("refused", ["wait_value", "copy"])
 def test_what_the_driver_refuses_is_not_signalled(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     """A peer would read what never came. Later pushes are not sent either: this rank raises."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream="copies"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Mock(cuda_stream=7))
     driver = Mock()
     for name in ("record_event", "wait_event", "wait_value", "copy"):
         getattr(driver, name).return_value = 0
@@ -48,5 +48,5 @@ def test_what_the_driver_refuses_is_not_signalled(monkeypatch: pytest.MonkeyPatc
     route = Route(0, target, signal, EPOCH, (torch.zeros(1, dtype=torch.int64), 1))
     with pytest.raises(RuntimeError):
         StreamCopyEngine(torch.device("cpu"), driver).push(torch.ones(4), [route, route])
-    places = [where.args[0] for where in driver.copy.mock_calls]
+    places = [where.args[0].value for where in driver.copy.mock_calls]
     assert places == ([target.data_ptr()] if refused == "copy" else [])

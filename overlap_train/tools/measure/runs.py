@@ -29,7 +29,6 @@ from ...group.registry import domain_of
 from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
-from ...ops.table import start_engine
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, flagged_bytes
@@ -172,14 +171,14 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
     def run(o: Operands) -> torch.Tensor:
         with domain.operator(tag, plan.slots, plan.variant.barrier_first):
             if kind.gathers:
-                return start_engine(domain, plan, tag, o.left).matmul(o.right)
+                return plan.start(domain, tag, o.left).matmul(o.right)
             if kind.reduces:
-                return start_engine(domain, plan, tag, o.left, o.right).finish()
+                return plan.start(domain, tag, o.left, o.right).finish()
             if kind.splits_columns:
                 y = o.left.new_empty(ranks, len(o.left), o.right.shape[1] // ranks)
-                return start_engine(domain, plan, tag, o.left, o.right, y).received().flatten(0, 1)
+                return plan.start(domain, tag, o.left, o.right, y).received().flatten(0, 1)
             y = o.left.new_empty(len(o.left) // ranks, o.right.shape[1])
-            return start_engine(domain, plan, tag, o.left.unflatten(0, (ranks, -1))).matmul(o.right, y)
+            return plan.start(domain, tag, o.left.unflatten(0, (ranks, -1))).matmul(o.right, y)
 
     return run
 
