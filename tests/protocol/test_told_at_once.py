@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -111,19 +113,21 @@ def _mistake(rank: int, world: int, method: str, what: str, peers_agree: bool) -
     """The last rank makes a mistake, or fails, after two right steps. Returns what the others raise, and when."""
     step = Step(method)
     step(), step()
-    begin = time.monotonic()
+    begin, heard = time.monotonic(), ("", "no error", 0.0)
     try:
         if rank == world - 1:
             ALL[what](step)
-            time.sleep(4)
         else:
             for _ in range(3):
                 step(rows=800 if what == "in_growth" else 40 if peers_agree else 8)
     except (OverlapPeerError, OverlapMismatchError, MemoryError) as error:
-        seconds = time.monotonic() - begin
-        time.sleep(3)  # its process goes on: peers hear of the error, and not of its end
-        return type(error).__name__, str(error), seconds
-    return "", "no error", 0.0
+        heard = type(error).__name__, str(error), time.monotonic() - begin
+    # Its process goes on until all have heard: of the error, and not of its end.
+    store = dist.PrefixStore("heard", dist.distributed_c10d._get_default_store())
+    store.set(str(rank), "")
+    with suppress(dist.DistStoreError):
+        store.wait([str(peer) for peer in range(world - (what == "ends"))], timedelta(seconds=8))
+    return heard
 
 
 @pytest.mark.parametrize(
