@@ -5,7 +5,7 @@ the modules listed in `CUDA_USERS` a stand-in for their global name `torch` whic
 replaces four functions that cannot be answered that way. `torch` itself stays as it is.
 
 What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
-"torch.cuda.FloatTensor"), a virtual pipeline, experts, CUDA graphs, TransformerEngine.
+"torch.cuda.FloatTensor"), a virtual pipeline, dispatchers of experts but `allgather`, CUDA graphs, TransformerEngine.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.optimizer.clip_grads": "gradient norms and counts of zeros",
     "megatron.core.pipeline_parallel.schedules": "the token count of each step",
     "megatron.core.pipeline_parallel.p2p_communication": "what a pipeline stage receives, and synchronize() after it",
+    "megatron.core.transformer.moe.router": "counts of tokens",
     "megatron.core.timers": "synchronize() around a timer, and the gathered times",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize() before tensors are written",
     "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize() after the exchange of tensors",

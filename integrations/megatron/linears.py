@@ -39,9 +39,12 @@ from overlap_train.select.autotune import Autotune
 OWN = (ColumnParallelLinear, RowParallelLinear)
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
-# How Megatron-Core names the linears in its modules -> our name of the linear slot.
+# How Megatron-Core names the linears in its modules -> our name of the linear slot. Multi-latent attention has a query, and keys
+# and values, each down to a latent and up to the heads.
+_LATENT = ("q", "q_down", "q_up", "kv_down", "kv_up", "qkv_down")
 SLOT_OF_ATTRIBUTE = {
     "linear_qkv": "qkv",
+    **{f"linear_{part}_proj": "qkv" for part in _LATENT},
     "linear_proj": "proj",
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",

@@ -22,16 +22,23 @@ def prepare() -> None:
     assert run_without_cuda()
 
 
-def use(tensor_parallel: int = 2, seed: int = 1, context_parallel: int = 1) -> dist.ProcessGroup:
-    """Make the layout current, seed every generator, and return the tensor-parallel group."""
-    wanted = (tensor_parallel, context_parallel)
+def use(
+    tensor_parallel: int = 2, seed: int = 1, context_parallel: int = 1, expert_parallel: int = 1
+) -> dist.ProcessGroup:
+    """Make the layout current, seed every generator, and return the tensor-parallel group. With expert parallelism each expert
+    is on one rank."""
+    wanted = (tensor_parallel, context_parallel, expert_parallel)
     if parallel_state.is_initialized() and wanted != (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
     ):
         leave()
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_parallel, context_parallel_size=context_parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_parallel, context_parallel_size=context_parallel, expert_model_parallel_size=expert_parallel,
+            expert_tensor_parallel_size=1 if expert_parallel > 1 else None,
+        )  # fmt: skip
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     return parallel_state.get_tensor_model_parallel_group()
