@@ -6,8 +6,8 @@
 # megatron-core wheel). VARIANT: te (no overlap), userbuffers (their defaults), ring (row linears' scatters by ring exchange), ours
 # (our launcher with --overlap-train), with tensor parallelism over all GPUs; cp_te, cp_ours: context parallelism over all of them by
 # a2a, 32768 tokens, 2 layers. ITERS: steps, of which the first four do not count (default 14). LIMIT: seconds of a variant (default
-# 120). TE_ENV: see session.sh.
-# Stock pip has no Apex: all but ours run without gradient accumulation fusion.
+# 120). TE_ENV: see session.sh. FUSION=on: gradient accumulation fusion on every side (Apex's kernel is our launcher's); else on
+# none.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 
@@ -41,15 +41,17 @@ train() {
   echo "$name: status $status; $median; $(grep -oE 'lm loss: [0-9.E+-]+|grad norm: [0-9.]+' "$out/$name.log" | tail -n 2 | paste -sd ' ')"
 }
 
-tensor="--tensor-model-parallel-size $gpus --sequence-parallel"
+fusion=--no-gradient-accumulation-fusion
+[ "${FUSION:-off}" = off ] || fusion=
+tensor="--tensor-model-parallel-size $gpus --sequence-parallel $fusion"
 # Without the last flag the data loader makes a mask of 1 GiB for each sample: four of eight steps took twice as long or longer.
-context="--context-parallel-size $gpus --cp-comm-type a2a --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader"
+context="--context-parallel-size $gpus --cp-comm-type a2a $fusion --no-create-attention-mask-in-dataloader"
 for variant in "$@"; do
   # shellcheck disable=SC2086 # lists
   case $variant in
-    te) train te 8192 4 4 $tensor --no-gradient-accumulation-fusion ;;
-    userbuffers) train userbuffers 8192 4 4 $tensor --no-gradient-accumulation-fusion --tp-comm-overlap ;;
-    ring) train ring 8192 4 4 $tensor --no-gradient-accumulation-fusion --tp-comm-overlap --tp-comm-overlap-cfg "$ring" ;;
+    te) train te 8192 4 4 $tensor ;;
+    userbuffers) train userbuffers 8192 4 4 $tensor --tp-comm-overlap ;;
+    ring) train ring 8192 4 4 $tensor --tp-comm-overlap --tp-comm-overlap-cfg "$ring" ;;
     ours) train ours 8192 4 4 $tensor --overlap-train ;;
     cp_te) train cp_te 32768 2 1 $context ;;
     cp_ours) train cp_ours 32768 2 1 $context --overlap-train ;;
