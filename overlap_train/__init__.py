@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from .config import OverlapConfig
     from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
+    from .ranks.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
     from .select.choose import Choice, choose
     from .select.method import Pass
-    from .symmetric.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
     from .ulysses.attention_layout import QkNorm, Rotary
     from .ulysses.layout import AttentionHeads, SequenceLayout, SequenceShards
     from .ulysses.linears import all_to_all_linear, attention_output_linear, linear_all_to_all, qkv_all_to_all
@@ -30,7 +30,7 @@ _MODULES = {
     "select.choose": ("Choice", "choose"),
     "select.method": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
-    "symmetric.peers": ("OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError"),
+    "ranks.peers": ("OverlapMismatchError", "OverlapPeerError", "OverlapTimeoutError"),
     "ulysses.attention_layout": ("QkNorm", "Rotary"),
     "ulysses.layout": ("AttentionHeads", "SequenceLayout", "SequenceShards"),
     "ulysses.linears": ("all_to_all_linear", "attention_output_linear", "linear_all_to_all", "qkv_all_to_all"),

@@ -24,7 +24,7 @@ from overlap_train.group.registry import made_domain
 from overlap_train.group.signals import poll
 from overlap_train.integrations.megatron.packed import Documents
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, Heads
-from overlap_train.symmetric.peers import warn_after
+from overlap_train.ranks.peers import warn_after
 from overlap_train.warn import warn_user
 
 

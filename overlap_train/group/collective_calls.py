@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..symmetric.agreement import Agreement, say_on_rank_0
+from ..ranks.agreement import Agreement, say_on_rank_0
+from ..ranks.peers import OverlapMismatchError
 from ..symmetric.host import share_on_machine
-from ..symmetric.peers import OverlapMismatchError
 from .signals import FaultRecord, Tag, epoch_of, next_word
 
 _NOTED = 1024  # calls; a host is no further ahead of its GPU than the 1024 launches that a stream queues

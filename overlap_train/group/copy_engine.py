@@ -150,8 +150,7 @@ class StreamCopyEngine(CopyEngine):
         # The driver copies within a GPU by a kernel. Beside a product that fills every SM it runs in the last wave of tiles.
         driver = self._driver
         failed = driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, self._handle)
-        if failed := failed or driver.record_event(self._kept, self._handle):
-            driver.check(failed)
+        driver.check(failed or driver.record_event(self._kept, self._handle))
 
     def wait_kept(self) -> None:
         driver = self._driver

@@ -21,9 +21,9 @@ from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import Launcher
 from ..kernels.signal_words import FAULT_SET
+from ..ranks.agreement import Agreement
 from ..schedule.order import Topology
 from ..symmetric import SymmetricHeap, heap_by, resolve_provider
-from ..symmetric.agreement import Agreement
 from .collective_calls import CollectiveCalls, collective_calls
 from .copy_engine import CopyEngine, HostCopyEngine, StreamCopyEngine
 from .signals import FaultRecord, Tag

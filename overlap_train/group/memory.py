@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import flag_name
+from ..ranks.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
 from ..select.table import installed
-from ..symmetric.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 from .slots import SLOTS, Layout, with_room

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig, check_type, flag_name
-from ..symmetric.peers import UNCAUGHT
+from ..ranks.peers import UNCAUGHT
 from .domain import OverlapDomain, barrier
 from .signals import Tag
 

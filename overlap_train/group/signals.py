@@ -33,8 +33,8 @@ from ..kernels.signal_words import (
     LATE_WORD,
     MAX_CHUNKS,
 )
-from ..symmetric.agreement import Agreement
-from ..symmetric.peers import (
+from ..ranks.agreement import Agreement
+from ..ranks.peers import (
     FAILED,
     LOOK_S,
     RAISED,

@@ -13,9 +13,9 @@ from itertools import groupby
 import torch
 
 from ..config import OverlapConfig, flag_name
+from ..ranks.agreement import Agreement, say_on_rank_0
+from ..ranks.peers import machine
 from ..schedule.order import Topology
-from ..symmetric.agreement import Agreement, say_on_rank_0
-from ..symmetric.peers import machine
 
 _SETTINGS = ("node_ranks", "network", "network_sms", "reduce_sms")  # that all ranks must share
 

@@ -24,10 +24,10 @@ from ..gpu.launch import Launch
 from ..group.copy_engine import AT_LEAST, CopyEngine, Route, StreamCopyEngine
 from ..group.signals import FaultRecord
 from ..ops.launch import aligned
+from ..ranks.agreement import Agreement, on_all_ranks
 from ..schedule.inter_node import SendRecv, send_recvs
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers
-from ..symmetric.agreement import Agreement, on_all_ranks
 from .slots import NodeCall
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ..group.copy_engine import HostCopyEngine, Route, run_push
 from ..group.signals import FaultRecord
+from ..ranks.agreement import Agreement, OverlapTimeoutError
 from ..schedule.order import Topology
-from ..symmetric.agreement import Agreement, OverlapTimeoutError
 from .engines import Exchange, InterNodeEngine, connect_rail_peers
 from .slots import NodeCall, Place
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from ..gpu.driver import leave_captures_alone
 from ..group.signals import FaultRecord
+from ..ranks.agreement import Agreement, OverlapTimeoutError
+from ..ranks.bounded import bounded
 from ..schedule.inter_node import SendRecv
 from ..schedule.order import Topology
-from ..symmetric.agreement import Agreement, OverlapTimeoutError
-from ..symmetric.bounded import bounded
 from .engines import CONNECT, Exchange, connect_rail_peers
 
 _LOOK_S = 0.5

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement, on_all_ranks
+from ..ranks.agreement import Agreement, on_all_ranks
 
 
 class SymmetricHeap:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .agreement import Agreement, on_all_ranks
+from ..ranks.agreement import Agreement, on_all_ranks
+from ..ranks.peers import machine
 from .heap import SymmetricHeap
-from .peers import machine
 
 _OPEN = "overlap_train: open shared memory"
 

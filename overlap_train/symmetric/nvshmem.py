@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement, OverlapMismatchError, OverlapTimeoutError, allocated, on_all_ranks
-from .bounded import Callers, bounded
+from ..ranks.agreement import Agreement, OverlapMismatchError, OverlapTimeoutError, allocated, on_all_ranks
+from ..ranks.bounded import Callers, bounded
 from .heap import SymmetricHeap
 
 _START, _ALLOCATE = "overlap_train: start NVSHMEM", "overlap_train: allocate NVSHMEM memory"

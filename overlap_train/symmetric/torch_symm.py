@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .agreement import Agreement, allocated, on_all_ranks
-from .bounded import Callers, bounded
+from ..ranks.agreement import Agreement, allocated, on_all_ranks
+from ..ranks.bounded import Callers, bounded
 from .heap import SymmetricHeap
 
 _ALLOCATE = "overlap_train: allocate torch symmetric memory"

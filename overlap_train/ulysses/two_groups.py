@@ -38,7 +38,7 @@ from ..ops.a2a_gemm import AllToAllGemm
 from ..ops.plan import error_together
 from ..ops.plan_cache import cache_of, made_cache, plan_of
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
-from ..symmetric.agreement import OverlapMismatchError
+from ..ranks.agreement import OverlapMismatchError
 from .exchange import Linear, Rows, Terms, like, rows_of_position, summed_copies, weight_error
 from .layout import AttentionHeads, SequenceShards
 from .parts import Part, cut, parts_that_hide, run_steps

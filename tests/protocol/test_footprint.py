@@ -24,8 +24,8 @@ from overlap_train import (
 )
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import BARRIER
+from overlap_train.ranks.agreement import Agreement
 from overlap_train.symmetric import host
-from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import Case, poison
 from tests.processes import run_ranks, values
 

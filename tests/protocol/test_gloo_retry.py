@@ -12,8 +12,8 @@ import torch.distributed as dist
 from overlap_train.group.signals import FaultRecord
 from overlap_train.nodes.gloo import GlooTransport
 from overlap_train.nodes.slots import Place
+from overlap_train.ranks.agreement import Agreement
 from overlap_train.schedule.order import Topology
-from overlap_train.symmetric.agreement import Agreement
 from tests.processes import run_ranks, values
 
 

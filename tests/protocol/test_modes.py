@@ -34,8 +34,8 @@ from overlap_train.group import domain
 from overlap_train.group.registry import made_domain, tell_peers
 from overlap_train.ops.a2a_gemm import ChunkedAllToAllGemm
 from overlap_train.ops.ag_gemm import ChunkedAllGatherGemm
+from overlap_train.ranks.agreement import Agreement
 from overlap_train.symmetric import host, nvshmem
-from overlap_train.symmetric.agreement import Agreement
 from tests.linear_cases import OPERATORS, Case
 from tests.processes import run_ranks, values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from overlap_train.symmetric.agreement import Agreement
+from overlap_train.ranks.agreement import Agreement
 from overlap_train.symmetric.torch_symm import _group_of
 from tests.processes import run_ranks, values
 

@@ -17,10 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
+from overlap_train.ranks.agreement import Agreement
+from overlap_train.ranks.bounded import Callers
+from overlap_train.ranks.peers import Peers
 from overlap_train.symmetric import agreement
-from overlap_train.symmetric.agreement import Agreement
-from overlap_train.symmetric.bounded import Callers
-from overlap_train.symmetric.peers import Peers
 
 
 def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
@@ -146,7 +146,7 @@ def test_a_store_whose_process_is_stopped_is_said_so() -> None:
 
 ENDS = """
 import atexit
-from overlap_train.symmetric.agreement import answer
+from overlap_train.ranks.agreement import answer
 atexit.register(lambda: print(answer(lambda: "told", 30.0)))
 """
 

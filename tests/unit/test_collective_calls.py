@@ -13,8 +13,8 @@ from overlap_train import OverlapMismatchError
 from overlap_train.group import collective_calls
 from overlap_train.group.collective_calls import _NOTED, NotedCalls
 from overlap_train.group.signals import FaultRecord, Tag
+from overlap_train.ranks.agreement import Agreement
 from overlap_train.symmetric import host
-from overlap_train.symmetric.agreement import Agreement
 from tests.processes import run_ranks, values
 
 GATHER, SCATTER = Tag("fc1/fprop", "all_gather_linear, [4, 8]"), Tag("fc2/fprop", "linear_reduce_scatter, [8, 8]")

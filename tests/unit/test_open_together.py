@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
+from overlap_train.ranks.agreement import OverlapMismatchError, OverlapTimeoutError, on_all_ranks
+from overlap_train.ranks.bounded import Callers
 from overlap_train.symmetric import SymmetricHeap, nvshmem, open_heap, torch_symm
-from overlap_train.symmetric.agreement import OverlapMismatchError, OverlapTimeoutError, on_all_ranks
-from overlap_train.symmetric.bounded import Callers
 
 CPU = torch.device("cpu")
 START, ALLOCATE, OPEN = (f"overlap_train: {step} NVSHMEM{memory}" for step, memory in (

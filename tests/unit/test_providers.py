@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from overlap_train.ranks.agreement import allocated
+from overlap_train.ranks.bounded import Callers
 from overlap_train.symmetric import nvshmem, resolve_provider
-from overlap_train.symmetric.agreement import allocated
-from overlap_train.symmetric.bounded import Callers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -23,10 +23,10 @@ from overlap_train.nodes import gloo, nccl
 from overlap_train.nodes.engines import Exchange
 from overlap_train.nodes.nvshmem import NvshmemPuts
 from overlap_train.nodes.slots import Place
+from overlap_train.ranks.bounded import Callers
 from overlap_train.schedule.inter_node import send_recvs
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.symmetric.bounded import Callers
 
 CPU = torch.device("cpu")
 TOPOLOGY = Topology(3, 2, 3)  # rank 1 of node 1: its rail peers are 1 and 5

@@ -24,7 +24,7 @@ from ..measure.world import first_line
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 _TURN_S = 0.05
 _GRACE_S = 5.0  # what ranks get after another one has raised, and for a roll call
-# Beyond the limit: a call that nothing can interrupt ends its process (symmetric/bounded.py). Before that come the grace, a
+# Beyond the limit: a call that nothing can interrupt ends its process (ranks/bounded.py). Before that come the grace, a
 # roll call and the report.
 CALL_S = 30.0
 _LEFT_S = 10.0

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from ... import OverlapConfig, all_gather_linear, linear_reduce_scatter
 from ... import check as check_timeouts
 from ...group.signals import poll
+from ...ranks.agreement import Agreement
 from ...select.system import System
 from ...symmetric import open_heap
-from ...symmetric.agreement import Agreement
 from ..measure.timing import Pace, measure
 from ..measure.world import World
 from .job import FAIL, OK, WARN, Finding

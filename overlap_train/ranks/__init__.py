@@ -1,0 +1,1 @@
+"""What the ranks of a group tell each other outside of operators: in time, and by name."""
