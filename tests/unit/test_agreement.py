@@ -17,10 +17,10 @@ import pytest
 import torch.distributed as dist
 
 from overlap_train import OverlapTimeoutError
+from overlap_train.ranks import agreement
 from overlap_train.ranks.agreement import Agreement
 from overlap_train.ranks.bounded import Callers
 from overlap_train.ranks.peers import Peers
-from overlap_train.symmetric import agreement
 
 
 def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
+from overlap_train.ranks import bounded as room
 from overlap_train.ranks.bounded import Callers, bounded, error_of
-from overlap_train.symmetric import bounded as room
 
 CPU = torch.device("cpu")
 CALLERS = Callers(6, (4, 6), 0.5)
