@@ -107,7 +107,7 @@ def poll(
     late: Callable[[float], None] = lambda waited: None,
 ) -> bool:
     """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False). Calls `late` four times a
-    second with the seconds so far. Sleeps 0 at first, then 50 microseconds a turn: two ranks and their threads may share two
+    second with the seconds so far. Sleeps 0 at first, then half a millisecond a turn: ranks and their threads may share few
     cores."""
     begin, look_at, turns = time.monotonic(), min(LOOK_S, timeout_s / 10), 0
     while not ready():
@@ -117,7 +117,7 @@ def poll(
         if waited > look_at:
             look_at = waited + LOOK_S
             late(waited)
-        pause(0.0 if turns < 100 else 5e-5)
+        pause(0.0 if turns < 20 else 5e-4)
         turns += 1
     return True
 
@@ -133,7 +133,7 @@ def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: Cal
         if waited > look_at:
             look_at = waited + LOOK_S
             late(waited)
-        time.sleep(0.0 if turns < 100 else 5e-5)
+        time.sleep(0.0 if turns < 20 else 5e-4)
         turns += 1
     return True
 
