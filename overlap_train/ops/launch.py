@@ -115,15 +115,15 @@ def multiply_and_send(
                      partial
         GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
     """
-    a_at, a_strides = a_mk.data_ptr(), a_mk.stride()
-    if plan.kernels == HOPPER and (a_at % 16 or not _tma_reads_rows(a_mk.itemsize, *a_strides)):
-        # an expanded gradient, a slice that starts between 16-byte words
+    a_at, (pitch, step) = a_mk.data_ptr(), a_mk.stride()
+    if plan.kernels == HOPPER and (a_at % 16 or step != 1 or pitch <= 0 or pitch * a_mk.itemsize % 16):
+        # TMA could not read it: an expanded gradient, a slice that starts between 16-byte words
         a_mk = a_mk.clone(memory_format=torch.contiguous_format)
-        a_at, a_strides = a_mk.data_ptr(), a_mk.stride()
+        a_at, (pitch, step) = a_mk.data_ptr(), a_mk.stride()
     y_at = y.data_ptr()
     addresses = (a_at, b_kn.data_ptr(), y_at if staging is None else staging.data_ptr(), y_at)
     is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)
-    key = (plan, a_strides, b_kn.shape, b_kn.stride(), is_aligned)  # a's shape follows, as above
+    key = (plan, pitch, step, b_kn.shape, b_kn.stride(), is_aligned)  # a's shape follows, as above
     told = (domain, call, plan, a_mk, b_kn, staging, y)
     call.launches.run(key, (*addresses, call.tag.word), _scatter_launch, *told)
 
@@ -142,11 +142,6 @@ def tiles_of_chunk(plan: EnginePlan, y: torch.Tensor) -> int:
     """What a kernel has counted when it has stored a chunk of a block shaped as y."""
     rows, cols = y.shape
     return plan.tile.counted(rows // plan.chunks, cols)
-
-
-def _tma_reads_rows(itemsize: int, pitch: int, step: int) -> bool:
-    """Whether TMA reads a matrix that begins on 16 bytes, with these strides."""
-    return step == 1 and pitch > 0 and pitch * itemsize % 16 == 0
 
 
 def aligned(*addresses: int) -> tuple[bool, ...]:

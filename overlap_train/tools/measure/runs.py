@@ -66,7 +66,8 @@ class Session:
 
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        return measure(calls, pace(flops, self.quick), self.world.group, self.world.device)
+        group, device = self.world.group, self.world.device
+        return measure(calls, pace(flops, self.quick, device.type == "cuda"), group, device)
 
 
 @dataclass(frozen=True)

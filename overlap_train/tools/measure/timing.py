@@ -37,14 +37,15 @@ class Timing:
     host_us: float
 
 
-def pace(flops: float, quick: bool) -> Pace:
-    """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer.
+def pace(flops: float, quick: bool, on_gpu: bool) -> Pace:
+    """Bursts of about 4 ms of matrix products, 3 to 16 runs; flops: of one run. Every rank comes to the same answer. In CPU
+    processes `quick` tries the code and measures nothing.
 
     We suppose that a GPU at its power limit changes its clock more slowly than such bursts take turns: then all calls share one
     clock (benchmarks/notes.md).
     """
     burst = min(16, max(3, round(4e9 * H200.sustained_tflops / flops)))
-    return Pace(3, max(2, burst // 2)) if quick else Pace(5, burst)
+    return Pace(5, burst) if not quick else Pace(3, max(2, burst // 2)) if on_gpu else Pace(1, 2)
 
 
 def input_sets(nbytes: int) -> int:
