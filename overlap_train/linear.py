@@ -247,10 +247,11 @@ def _as_sequence(y: torch.Tensor | None, length: int, x_shape: torch.Size) -> to
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
-        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n)
+        y_shard_n, gathered = column_forward(linear, as_rows(x_shard_m), w_shard_n)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
-        ctx.save_for_backward(saved if ctx.needs_input_grad[1] else None, w_shard_n)
+        saved = None if not ctx.needs_input_grad[1] else gathered if linear.keeps else x_shard_m
+        ctx.save_for_backward(saved, w_shard_n)
         return _as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
@@ -259,7 +260,8 @@ class _AllGatherLinear(torch.autograd.Function):
         saved, w_shard_n = ctx.saved_tensors
         linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
-        dx_shard_m = column_backward(linear, as_rows(dy_shard_n), saved, w_shard_n, dw, wants_dx)
+        x = saved if saved is None or saved.dim() == 2 else as_rows(saved)
+        dx_shard_m = column_backward(linear, as_rows(dy_shard_n), x, w_shard_n, dw, wants_dx)
         return _as_sequence(dx_shard_m, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 
@@ -267,8 +269,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
-        x_shard_k = as_rows(x_shard_k)
-        y_shard_m = row_forward(linear, x_shard_k, w_shard_k)
+        y_shard_m = row_forward(linear, as_rows(x_shard_k), w_shard_k)
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return _as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
 
@@ -278,7 +279,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         x_shard_k, w_shard_k = ctx.saved_tensors
         linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
-        dx_shard_k = row_backward(linear, as_rows(dy_shard_m), lambda: x_shard_k, w_shard_k, dw, wants_dx)
+        dx_shard_k = row_backward(linear, as_rows(dy_shard_m), lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)
         return _as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 

@@ -39,8 +39,7 @@ from overlap_train.select.autotune import Autotune
 OWN = (ColumnParallelLinear, RowParallelLinear)
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
-# How Megatron-Core names the linears in its modules -> our name of the linear slot. Multi-latent attention has a query, and keys
-# and values, each down to a latent and up to the heads.
+# How Megatron-Core names the linears in its modules -> our name of the linear slot. _LATENT: of multi-latent attention.
 _LATENT = ("q", "q_down", "q_up", "kv_down", "kv_up", "qkv_down")
 SLOT_OF_ATTRIBUTE = {
     "linear_qkv": "qkv",
@@ -251,6 +250,8 @@ def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name:
 
 def why_not(linear: Any, exchanges: bool = False) -> str | None:
     """Why no call of a linear that is not overlapped can be, or can exchange within its product; None: some can."""
+    if megatron_te.HAVE_TE and type(linear) is megatron_te.TELinear:
+        return "the same weight on every rank: nothing to communicate"
     if type(linear) not in overlapped_forms():
         return f"{type(linear).__name__} has no {'form that exchanges' if exchanges else 'overlapped form'}"
     problem = bad_combination(linear.config)

@@ -126,10 +126,10 @@ class Report:
 
 def report(model: Model, problem: str | None = None) -> Report:
     """The parallel linears of a model, or of the chunks of a virtual pipeline, wrapped in DDP or not. Prints nothing."""
-    attentions = {}
-    for attention in sharing_attentions(model):
-        for linear in (getattr(attention, "linear_qkv", None), attention.linear_proj):
-            attentions[id(unwrapped(linear))] = attention
+    attentions = {
+        id(unwrapped(linear)): attention
+        for attention in sharing_attentions(model) for part, linear in attention.named_children() if slot_of(part)
+    }  # fmt: skip
     rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
     return Report(tuple(rows), problem)
 

@@ -62,7 +62,7 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
             warned.append(True)
             warn_user(f"{where} has waited {waited:.3g} s {parts}; it gives up after timeout_s={timeout_s:g}")
 
-    if not poll(work.is_completed, timeout_s, late=late):
+    if not poll(work.is_completed, timeout_s, late=late, turn_s=5e-5):
         raise OverlapTimeoutError(
             f"{where} waited {timeout_s:g} s {parts}. One of them is dead, stopped, or in another "
             f"call; if it is only slow, raise timeout_s (--overlap-train-timeout-s)."

@@ -67,6 +67,7 @@ class CudaDriver:
         self._context = Word()
         torch.cuda.synchronize(device)  # makes its context current in this thread, which may not have used CUDA yet
         self.check(self.current_context(ctypes.byref(self._context)))
+        assert self._context.value
 
     def enter(self) -> None:
         """Make the device's context current in this thread: a thread of autograd may come here before its first CUDA call."""

@@ -105,10 +105,10 @@ def poll(
     timeout_s: float,
     pause: Callable[[float], None] = time.sleep,
     late: Callable[[float], None] = lambda waited: None,
+    turn_s: float = 5e-4,
 ) -> bool:
     """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False). Calls `late` four times a
-    second with the seconds so far. Sleeps 0 at first, then half a millisecond a turn: ranks and their threads may share few
-    cores."""
+    second with the seconds so far. Sleeps 0 at first, then `turn_s` a turn: the processes of ranks may share few cores."""
     begin, look_at, turns = time.monotonic(), min(LOOK_S, timeout_s / 10), 0
     while not ready():
         waited = time.monotonic() - begin
@@ -117,7 +117,7 @@ def poll(
         if waited > look_at:
             look_at = waited + LOOK_S
             late(waited)
-        pause(0.0 if turns < 20 else 5e-4)
+        pause(0.0 if turns < 20 else turn_s)
         turns += 1
     return True
 
