@@ -334,6 +334,18 @@ def _settings_of_one_rank(rank: int, world: int) -> None:
         shutdown()
 
 
+def _inputs_written_into_are_torchs_error(rank: int, world: int) -> None:
+    """What backward needs of x, [M, K] or [s, b, K], is x itself: torch's message is the one that users know."""
+    case = _case()
+    for middle in ((), (2,)):
+        for operator, x, w in _all(case):
+            x = torch.ones(4 * world, *middle, x.shape[-1], requires_grad=True) * 1
+            y = operator(x, w, group=case.group, config=case.config)
+            x.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
 def _results_may_be_written_into(rank: int, world: int) -> None:
     for method in ("chunked", "collective"):
         case = _case(method)
@@ -348,7 +360,7 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
         _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients, _tensors_that_are_not_plain,
         _dtensors_that_lie_as_the_operator_means, _a_forked_process_is_no_rank, _settings_of_a_group_that_differ_are_told,
-        _any_default_device, _settings_of_one_rank, _selective_checkpointing,
+        _any_default_device, _settings_of_one_rank, _selective_checkpointing, _inputs_written_into_are_torchs_error,
     ],
     ids=lambda body: body.__name__.strip("_"),
 )  # fmt: skip
