@@ -45,11 +45,8 @@ class Route:
     ) -> None:  # fmt: skip
         self.first, self.target, self.signal, self.epoch, self.after = first, target, signal, epoch, after
         # the same in bytes and addresses, for the driver
-        self.offset, self.nbytes, self.place = (
-            first * target.element_size(),
-            Word(target.nbytes),
-            Word(target.data_ptr()),
-        )
+        self.offset = first * target.element_size()
+        self.nbytes, self.place = Word(target.nbytes), Word(target.data_ptr())
         self.signal_at, self.epoch_at = Word(signal.data_ptr()), Word(epoch.data_ptr())
         self.counter_at = None if after is None else Word(after[0].data_ptr())
         self.goal = Word(0 if after is None else after[1])

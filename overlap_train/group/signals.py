@@ -100,12 +100,15 @@ def is_same_call(seen: int, expected: int) -> bool:
     return seen == expected or epoch_of(seen) != epoch_of(expected)
 
 
+TURN_S = 5e-4  # between two looks of a rank that waits on the host
+
+
 def poll(
     ready: Callable[[], bool],
     timeout_s: float,
     pause: Callable[[float], None] = time.sleep,
     late: Callable[[float], None] = lambda waited: None,
-    turn_s: float = 5e-4,
+    turn_s: float = TURN_S,
 ) -> bool:
     """Call `ready` until it is true (returns True) or `timeout_s` seconds have passed (returns False). Calls `late` four times a
     second with the seconds so far. Sleeps 0 at first, then `turn_s` a turn: the processes of ranks may share few cores."""
@@ -133,7 +136,7 @@ def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: Cal
         if waited > look_at:
             look_at = waited + LOOK_S
             late(waited)
-        time.sleep(0.0 if turns < 20 else 5e-4)
+        time.sleep(0.0 if turns < 20 else TURN_S)
         turns += 1
     return True
 

@@ -116,7 +116,7 @@ class InterNodePlan(EnginePlan):
     reduce_sms: int = 0
     wait_sms: int = 0
 
-    reach, inside_node = "nodes", False
+    reach = "nodes"
 
     @cached_property
     def sm_margin(self) -> int:

@@ -60,7 +60,6 @@ class EnginePlan:
     beside_wgrad: bool = False
 
     reach = "node"  # of TABLE in ops/table.py: how the ranks of the group reach each other
-    inside_node = True  # whether all of them are in one
 
     @cached_property
     def engine(self) -> Callable[..., Any]:
@@ -96,7 +95,7 @@ class EnginePlan:
         """Whether a copy within the GPU, enqueued behind what the plan pushes, is hidden by the plan's kernel. That outlasts its
         pushes, since it waits for the peers', and its last wave of tiles leaves SMs to the copy unless it is full."""
         outlasts = self.kind.gathers or (self.kind.reduces and not self.reduces_later)
-        return outlasts and self.method == "fused" and self.inside_node
+        return outlasts and self.method == "fused" and self.reach == "node"
 
     @property
     def sends_ahead(self) -> bool:
@@ -106,7 +105,7 @@ class EnginePlan:
     @property
     def may_pull(self) -> bool:
         """Whether ranks may pull what a product leaves for them, beside the product of the part after it."""
-        return self.kind.splits_columns and self.variant.pushes and self.inside_node
+        return self.kind.splits_columns and self.variant.pushes and self.reach == "node"
 
     @property
     def error(self) -> str | None:
