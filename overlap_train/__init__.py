@@ -13,6 +13,7 @@ if not (_Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(_Path(__file__).resolve().parents[1]))
 
 if TYPE_CHECKING:
+    from .all_reduce import linear_all_reduce, linear_dgrad_all_reduce
     from .config import OverlapConfig
     from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
 _MODULES = {
     "config": ("OverlapConfig",),
+    "all_reduce": ("linear_all_reduce", "linear_dgrad_all_reduce"),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "select.choose": ("Choice", "choose"),
     "select.method": ("Pass",),
@@ -67,7 +69,9 @@ __all__ = [
     "choose",
     "forget_graphs",
     "graphed",
+    "linear_all_reduce",
     "linear_all_to_all",
+    "linear_dgrad_all_reduce",
     "linear_reduce_scatter",
     "qkv_all_to_all",
     "shutdown",

@@ -131,7 +131,7 @@ class OverlapConfig:
     )
     on_unsupported: str = _setting(
         "error",
-        "what to do where overlap cannot act (no sequence parallelism, TP 1, CUDA graphs of single layers): error, or fallback "
+        "what to do where overlap cannot act (TP 1, fp8, CUDA graphs of single layers): error, or fallback "
         "to Megatron's code",
         ("error", "fallback"),
     )

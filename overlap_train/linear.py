@@ -238,7 +238,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
-def _as_sequence(y: torch.Tensor | None, length: int, x_shape: torch.Size) -> torch.Tensor | None:
+def as_sequence(y: torch.Tensor | None, length: int, x_shape: torch.Size) -> torch.Tensor | None:
     """y [M, N], if there is one, as [length, ..., N], with the middle dimensions of x. The same tensor and no view: callers may
     write into it (Megatron's cross entropy does), which autograd refuses for views that were made inside an autograd function."""
     return y if y is None or len(x_shape) == 2 else y.resize_(length, *x_shape[1:-1], y.shape[1])
@@ -252,7 +252,7 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
         saved = None if not ctx.needs_input_grad[1] else gathered if linear.keeps else x_shard_m
         ctx.save_for_backward(saved, w_shard_n)
-        return _as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
+        return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
@@ -262,7 +262,7 @@ class _AllGatherLinear(torch.autograd.Function):
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         x = saved if saved is None or saved.dim() == 2 else as_rows(saved)
         dx_shard_m = column_backward(linear, as_rows(dy_shard_n), x, w_shard_n, dw, wants_dx)
-        return _as_sequence(dx_shard_m, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+        return as_sequence(dx_shard_m, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -271,7 +271,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
         y_shard_m = row_forward(linear, as_rows(x_shard_k), w_shard_k)
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
-        return _as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
+        return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
@@ -280,7 +280,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         dx_shard_k = row_backward(linear, as_rows(dy_shard_m), lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)
-        return _as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 
 _apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

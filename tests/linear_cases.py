@@ -13,7 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from overlap_train import OverlapConfig, all_gather_linear, all_to_all_linear, linear_all_to_all, linear_reduce_scatter
+from overlap_train import (
+    OverlapConfig,
+    all_gather_linear,
+    all_to_all_linear,
+    linear_all_reduce,
+    linear_all_to_all,
+    linear_dgrad_all_reduce,
+    linear_reduce_scatter,
+)
 from overlap_train.group.registry import domain_of
 from overlap_train.group.slots import BARRIER
 
@@ -160,6 +168,44 @@ def to_rows(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int =
         check_exact("dbias", b_leaf.grad, dy.chunk(case.world)[case.rank].flatten(0, -2).sum(0), None, case)
 
 
+def all_reduced_row(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, bias: bool = False) -> None:
+    """linear_all_reduce, forward and backward, against the unsharded product in fp64. rows: of all ranks."""
+    x, weight = (
+        case.integers(*rows, k_shard * case.world, seed=seed),
+        case.integers(n, k_shard * case.world, seed=seed + 1),
+    )
+    dy, b = case.integers(*rows, n, seed=seed + 2), case.integers(n, seed=seed + 3)
+    x_shard, w_shard, b_leaf = case.mine(x, -1), case.mine(weight, 1), case.copy(b) if bias else None
+    poison(case)
+    y = linear_all_reduce(x_shard, w_shard, b_leaf, group=case.group, config=case.config)
+    y.backward(dy.to(case.dtype))
+    check_exact("y", y, x @ weight.t() + (b if bias else 0), None, case)
+    check_exact("dx", x_shard.grad, dy @ weight, -1, case)
+    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 1, case)
+    if b_leaf is not None:
+        check_exact("dbias", b_leaf.grad, dy.flatten(0, -2).sum(0), None, case)
+
+
+def all_reduced_column(
+    case: Case, rows: tuple[int, ...], k: int, n_shard: int, seed: int = 0, bias: bool = False
+) -> None:
+    """linear_dgrad_all_reduce, likewise."""
+    x, weight = case.integers(*rows, k, seed=seed), case.integers(n_shard * case.world, k, seed=seed + 1)
+    dy, b = (
+        case.integers(*rows, n_shard * case.world, seed=seed + 2),
+        case.integers(n_shard * case.world, seed=seed + 3),
+    )
+    x_leaf, w_shard, b_shard = case.copy(x), case.mine(weight, 0), case.mine(b, 0) if bias else None
+    poison(case)
+    y = linear_dgrad_all_reduce(x_leaf, w_shard, b_shard, group=case.group, config=case.config)
+    y.backward(case.mine(dy, -1).detach())
+    check_exact("y", y, x @ weight.t() + (b if bias else 0), -1, case)
+    check_exact("dx", x_leaf.grad, dy @ weight, None, case)
+    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 0, case)
+    if b_shard is not None:
+        check_exact("dbias", b_shard.grad, dy.flatten(0, -2).sum(0), 0, case)
+
+
 def _of_own_rows(dy: torch.Tensor, x: torch.Tensor, case: Case) -> torch.Tensor:
     """This rank's part of the weight gradient dy.T @ x, whose sum over the ranks is all of it."""
     dy_rows, x_rows = (t.chunk(case.world)[case.rank].flatten(0, -2) for t in (dy, x))
@@ -167,6 +213,7 @@ def _of_own_rows(dy: torch.Tensor, x: torch.Tensor, case: Case) -> torch.Tensor:
 
 
 OPERATORS: dict[str, Callable[..., None]] = {"column": column, "row": row, "to_heads": to_heads, "to_rows": to_rows}
+ALL_REDUCING: dict[str, Callable[..., None]] = {"column": all_reduced_column, "row": all_reduced_row}
 
 
 def rounding_bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, partials: int) -> torch.Tensor:

@@ -81,9 +81,6 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
     if alone and not has_ulysses(config):
         wanted = "2 or more, or use Ulysses (context_parallel_size=2, cp_comm_type='a2a')"
         return _setting(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", wanted)
-    if not alone and not config.sequence_parallel:
-        rule = "overlap hides all-gather and reduce-scatter, which Megatron uses under sequence parallelism only"
-        return _setting(config, "sequence_parallel", rule, "True (--sequence-parallel)")
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return _setting(config, "transformer_impl", "overlap is for training", "'local'")
     for field, (rule, flag) in _MUST_BE_OFF.items():
@@ -111,13 +108,14 @@ def fallback_reason(
 ) -> str | None:
     """Why this call runs Megatron's own code; None where it overlaps.
 
-    x: [s/W, b, K] of a column-parallel linear, [s, b, K/W] of a row-parallel one. weight: of this call, which is the embedding's
-    where weights are tied. call: the keyword arguments of ColumnParallelLinear._forward_impl.
+    x: [s/W, b, K] of a column-parallel linear ([s, b, K] without sequence parallelism), [s, b, K/W] of a row-parallel one.
+    weight: of this call, which is the embedding's where weights are tied. call: the keyword arguments of
+    ColumnParallelLinear._forward_impl.
     """
     reason = standing_reason(linear, weight) or _call_reason(call)
     reason = reason or _input_reason(linear, x, weight, linear.tp_group)
     is_row = attribute(linear, "input_is_parallel", False)
-    if reason is None and is_row and x.shape[0] % linear.tp_group.size():
+    if reason is None and is_row and linear.sequence_parallel and x.shape[0] % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
     return reason
 
@@ -139,6 +137,8 @@ def divides_weights(linear: ParallelLinear) -> bool:
 def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchanges: bool = False) -> str | None:
     """The reasons that hold for every input. weight None: it is known at the call only. exchanges: within its product."""
     placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
+    if placement is None and exchanges and divides_weights(linear) and not linear.sequence_parallel:
+        placement = "no sequence parallelism: exchange and tensor parallelism overlap together under it only"
     reason = placement or _feature_reason(linear)
     if reason is None and weight is not None and getattr(weight, "__fsdp_param__", False):
         return "Megatron-FSDP owns the weight's gradient"
@@ -158,8 +158,6 @@ def _placement_reason(linear: ParallelLinear) -> str | None:
         return "expert: the token dispatcher communicates, not the linear"
     if linear.tp_group.size() == 1:
         return "tensor-parallel size 1: nothing to communicate"
-    if not linear.sequence_parallel:
-        return "no sequence parallelism: the linear all-reduces"
     if attribute(linear, "disable_grad_reduce", False):
         return "disable_grad_reduce: the caller reduces the input's gradient"
     if not attribute(linear, "input_is_parallel", True):

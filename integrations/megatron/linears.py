@@ -6,6 +6,7 @@
     TEColumnParallelLinear            our all-gather + GEMM
     TERowParallelLinear               our GEMM + reduce-scatter
 
+Without sequence parallelism row linears run our GEMM + all-reduce, and column linears in their backward.
 Only the class of a built module changes, to a subclass of what it was: parameters, their attributes, checkpoint keys and TE's
 extra state stay. A call that cannot overlap (conditions.py) runs Megatron's or TE's own code and is counted with its reason.
 """
@@ -25,7 +26,13 @@ from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter
+from overlap_train import (
+    OverlapConfig,
+    all_gather_linear,
+    linear_all_reduce,
+    linear_dgrad_all_reduce,
+    linear_reduce_scatter,
+)
 from overlap_train.integrations.megatron.conditions import (
     attribute,
     bad_combination,
@@ -103,9 +110,13 @@ class LinearOverlap:
 
 
 def product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]: all linears overlap here."""
+    """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]: all linears overlap here. Without sequence
+    parallelism every rank has all rows of x, or y."""
     overlap, settings = linear.overlap, linear.overlap.settings(linear, weight)
-    operator = linear_reduce_scatter if attribute(linear, "input_is_parallel", False) else all_gather_linear
+    row = attribute(linear, "input_is_parallel", False)
+    operator: Callable[..., torch.Tensor] = linear_reduce_scatter if row else all_gather_linear
+    if not linear.sequence_parallel:
+        operator = linear_all_reduce if row else linear_dgrad_all_reduce
     y = operator(x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan)
     return overlap.watched(y)
 
@@ -130,7 +141,8 @@ class MegatronFallback:
 
 
 class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
-    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather.
+    """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather. Without sequence
+    parallelism x is [s, b, K], and the product of its gradient hides the all-reduce.
 
     enable() makes it of a ColumnParallelLinear. Bias, tied weights and gathering of the output stay Megatron's.
     """
@@ -144,7 +156,8 @@ class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
 
 
 class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
-    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter.
+    """y = reduce_scatter(x Wᵀ) + b: x [s, b, K/W], weight [N, K/W], y [s/W, b, N]; the product hides the scatter. Without
+    sequence parallelism y is all_reduce(x Wᵀ) + b, [s, b, N].
 
     enable() makes it of a RowParallelLinear.
     """
@@ -197,7 +210,7 @@ class _OverlappedTE:
         y = product(self, x, self.weight, added)
         if self.overlap.norm is None or not attribute(self, "return_layernorm_output", False):
             return y, returned
-        if attribute(self, "return_layernorm_output_gathered", False):
+        if attribute(self, "return_layernorm_output_gathered", False) and self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)
         return (y, returned, x) if self.te_return_bias else ((y, x), None)
 

@@ -202,6 +202,8 @@ def _passes(linear: Any) -> tuple[str, str, str]:
         if row:
             return f"A2A(x) + GEMM{cp}", f"GEMM + A2A{cp}", again
         return f"GEMM + A2A{cp}", f"A2A(dy) + GEMM{cp}", "GEMM with the received dy"
+    if not linear.sequence_parallel:
+        return ("GEMM + AR", "GEMM", "GEMM") if row else ("GEMM", "GEMM + AR", "GEMM under the AR of dx")
     if row:
         return "GEMM + RS", "AG(dy) + GEMM", "GEMM with the gathered dy"
     return "AG(x) + GEMM", "GEMM + RS", again

@@ -1,4 +1,4 @@
-"""NCCL's, or gloo's, all-gather and reduce-scatter of whole tensors."""
+"""NCCL's, or gloo's, all-gather, reduce-scatter and all-reduce of whole tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
 # NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
 _SHORTEST_ASYNC = 8 << 20
@@ -29,6 +29,16 @@ def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup)
 def reduce_scatter(y: torch.Tensor, partials: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum. Otherwise as all_gather."""
     return _run(group._reduce_scatter_base, ReduceScatterOptions, y, partials, should_run_async(partials))
+
+
+def all_reduce(y: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """y [M, N] of every rank -> their sum, in place. Otherwise as all_gather."""
+    options, aside = AllreduceOptions(), should_run_async(y)
+    options.asyncOp = aside
+    work: dist.Work | None = group.allreduce([y], options)
+    if not aside and work is not None:
+        work.wait()
+    return work if aside else None
 
 
 def _run(collective: Any, kind: type, into: torch.Tensor, source: torch.Tensor, aside: bool) -> dist.Work | None:

@@ -176,6 +176,9 @@ class Plan:
 
     dgrad_alone: the input gradient where no weight gradient is wanted: nothing of it is held back. wgrad: how the weight
     gradient's operand is sent again; None where it need not be.
+
+    Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
+    send all their partials instead.
     """
 
     spec: OperatorSpec
@@ -186,6 +189,8 @@ class Plan:
     wgrad: EnginePlan | None
     request: Request
     dtype: torch.dtype
+    gather: EnginePlan | None = None
+    one_shot: bool = False
 
 
 def make_plan(
@@ -196,6 +201,8 @@ def make_plan(
     n, k = w.shape[:1].numel(), w.shape[-1:].numel()
     first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
     planner = planner_of(topology, config)
+    if spec.replicated:
+        return _all_reducing(spec, config, table, planner, first, x, w)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
@@ -219,6 +226,26 @@ def make_plan(
         flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
     )  # fmt: skip
     return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype)
+
+
+def _all_reducing(
+    spec: OperatorSpec, config: OverlapConfig, table: Table, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor,
+) -> Plan:  # fmt: skip
+    """The plan of an operator that all-reduces. first: its forward pass, were its rows sharded."""
+    topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
+    pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
+    choice = choose(config.method, pass_, x.device, table, topology.nodes)
+    plan = planner.plan(choice, pass_, x.device, w)
+    gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
+    received = spec.slot_bytes(x, w, topology.world)
+    words = flagged_bytes(received * topology.world, topology.world)
+    one_shot = plan.method == LOW_LATENCY and refusal(spec.name, plan.kind, words) is None
+    request = Request(
+        spec.name, shapes_of(x, w), how=f"method {plan.variant}",
+        slot_bytes=received if plan.method not in ("collective", LOW_LATENCY) else 0,
+        flagged_bytes=0 if plan.method != LOW_LATENCY else words if one_shot else flagged_bytes(received, topology.world),
+    )  # fmt: skip
+    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, gather, one_shot)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

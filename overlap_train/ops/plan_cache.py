@@ -134,7 +134,7 @@ class PlanCache:
         plan = make_plan(spec, config, self.table, domain.topology, x, w)
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(domain, plan, trains)
-        if not (tries and config.tune_steps and trains):
+        if not (tries and config.tune_steps and trains) or spec.replicated:
             return planned
         return self.runs.begun(planned, config, self.table, x, w)
 

@@ -20,7 +20,8 @@ Scope = AbstractContextManager[None]
 
 
 class PassTags(NamedTuple):
-    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges)."""
+    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges). wgrad: of a gather
+    for it, or of sums."""
 
     fprop: Tag
     dgrad: Tag
@@ -57,7 +58,8 @@ class PlannedOp:
     """The planned call of one linear, its handle: the plan, which holds for all linears of these shapes, its own tags and scopes.
 
     Autograd passes it from forward to backward. keeps: forward keeps what it has gathered for the weight gradient. forward: the
-    scope of the forward pass. backward: those of backward passes, by (wants dx, wants dw). turn: by which passes are timed.
+    scope of the forward pass. backward: those of backward passes, by (wants dx, wants dw). gather: that of the second half of an
+    all-reduce. turn: by which passes are timed.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class PlannedOp:
         self.domain, self.plan, self.keeps = domain, plan, plan.wgrad is None and trains
         self._name, self._turn = name, turn
         # Methods are not in the tags: ranks have agreed on these already.
-        what, passes = ", ".join([plan.spec.name, plan.request.shapes, *meaning]), ("fprop", "dgrad", "wgrad")
+        what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
+        passes = ("fprop", "dgrad", "wgrad" if plan.gather is None else "gather")
         short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
         ranges = [f"{short}/{pass_}" for pass_ in passes]
         fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in passes)
@@ -75,6 +78,8 @@ class PlannedOp:
         forward = domain.operator(fprop, plan.fprop.slots, plan.fprop.variant.barrier_first, ranges[0])
         self.forward = self.timed(forward, fprop)
         self.backward = _BackwardScopes(self)
+        if plan.gather is not None:
+            self.gather = domain.operator(wgrad, plan.gather.slots, shown_as=ranges[2])
         for tag in (dgrad, wgrad):
             domain.fault.register(tag)
 

@@ -62,13 +62,15 @@ class OperatorSpec:
     """One operator.
 
     fprop: the kind of the forward pass; Kind.dgrad is that of the input gradient. x_name, w_name: in its signature; "": an
-    exchange alone, which multiplies nothing.
+    exchange alone, which multiplies nothing. replicated: every rank has all rows. So nothing is gathered before a product, and
+    what the scattering pass adds is gathered again: it all-reduces.
     """
 
     name: str
     fprop: Kind
     x_name: str = ""
     w_name: str = ""
+    replicated: bool = False
 
     @property
     def multiplies(self) -> bool:
@@ -112,7 +114,7 @@ class OperatorSpec:
                 f"{name}: w has shape {tuple(w.shape)}; its {w.shape[0]} output features must be divisible by the group's "
                 f"{world_size} ranks, since each rank gets that part of them; use another size or group"
             )
-        if self._has_all_rows and x.shape[0] % world_size:
+        if self._has_all_rows and not self.replicated and x.shape[0] % world_size:
             return (
                 f"{name}: {x_name} has shape {tuple(x.shape)}; its first dimension must be divisible by the group's "
                 f"{world_size} ranks, since each rank keeps that part of the output; pad the sequence to a multiple of "
@@ -123,11 +125,12 @@ class OperatorSpec:
     @property
     def _has_all_rows(self) -> bool:
         """Whether x has the rows of all ranks."""
-        return not (self.fprop.gathers or self.fprop.splits_columns)
+        return self.replicated or not (self.fprop.gathers or self.fprop.splits_columns)
 
     def global_rows(self, x: torch.Tensor, world_size: int) -> int:
-        """M: the rows of all ranks."""
-        return x.shape[:-1].numel() * (1 if self._has_all_rows else world_size)
+        """M: the rows of all ranks; of an all-reduce with those that fill them up to a multiple of the ranks."""
+        rows = x.shape[:-1].numel()
+        return rows + self.replicated * (-rows % world_size) if self._has_all_rows else rows * world_size
 
     def slot_bytes(self, x: torch.Tensor, w: torch.Tensor, world_size: int) -> int:
         """Bytes of a slot: of what forward receives or, if it sends its output, of what backward receives, which is as large."""
@@ -138,6 +141,8 @@ class OperatorSpec:
 
 ALL_GATHER_LINEAR = OperatorSpec("all_gather_linear", Kind.AG_GEMM, "x_shard_m", "w_shard_n")
 LINEAR_REDUCE_SCATTER = OperatorSpec("linear_reduce_scatter", Kind.GEMM_RS, "x_shard_k", "w_shard_k")
+LINEAR_DGRAD_ALL_REDUCE = OperatorSpec("linear_dgrad_all_reduce", Kind.AG_GEMM, "x", "w_shard_n", replicated=True)
+LINEAR_ALL_REDUCE = OperatorSpec("linear_all_reduce", Kind.GEMM_RS, "x_shard_k", "w_shard_k", replicated=True)
 LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", Kind.GEMM_A2A, "x_shard_m", "w")
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", Kind.A2A_GEMM, "x_shard_k", "w")
 # Beside a product of another group (ulysses/two_groups.py). x: what one rank sends, the columns of all ranks side by side.

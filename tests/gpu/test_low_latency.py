@@ -16,7 +16,7 @@ from overlap_train.group.signals import Tag
 from overlap_train.ops import low_latency
 from overlap_train.select.method import flagged_bytes
 from tests.gpu import test_mismatched_calls
-from tests.linear_cases import OPERATORS, SHAPES, Case
+from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGER = {"few rows": ((64, 1), 4096, 1024), "many parts": ((512, 1), 2048, 256)}
@@ -36,6 +36,12 @@ def test_every_shape_is_exact(few: Case, operator: str, dtype: torch.dtype, gath
     for seed, shape in enumerate((SHAPES | LARGER).values()):
         for repeat in range(3):  # slots come again
             OPERATORS[operator](case, *shape, seed=seed + repeat, bias=repeat == 0)
+
+
+@pytest.mark.parametrize("operator", ALL_REDUCING)
+def test_all_reduces_are_exact(few: Case, operator: str) -> None:
+    for seed, shape in enumerate(2 * [*(SHAPES | LARGER).values()]):
+        ALL_REDUCING[operator](few, *shape, seed=seed, bias=seed % 2 == 0)
 
 
 def memory_for(case: Case, received: int) -> OverlapDomain:

@@ -20,7 +20,7 @@ from overlap_train.select.choose import choose
 from overlap_train.select.method import Pass
 from overlap_train.select.table import UNTUNED
 from overlap_train.select.tiles import HOPPER_TILE, SHORTEST_DIRECT, chunk_count, count_waves
-from tests.linear_cases import OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
+from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
 
 SHAPES_OF_TILES = {
     **SHAPES,
@@ -38,6 +38,13 @@ def test_every_shape_is_exact(case: Case, operator: str, dtype: torch.dtype) -> 
     )
     for seed, (rows, k, n) in enumerate(shapes.values()):
         OPERATORS[operator](replace(case, dtype=dtype), rows, k, n, seed=seed, bias=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("operator", ALL_REDUCING)
+def test_all_reduces_are_exact(case: Case, operator: str) -> None:
+    """Twice, so that slots come again; rows that the ranks divide, and others."""
+    for seed, (rows, k, n) in enumerate(2 * [*SHAPES_OF_TILES.values()]):
+        ALL_REDUCING[operator](case, rows, k, n, seed=seed, bias=seed % 2 == 0)
 
 
 @pytest.mark.parametrize("rows", [65, 129, 997, 4100])

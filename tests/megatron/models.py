@@ -59,8 +59,8 @@ def gpt(recipe: Recipe) -> GPTModel:
     """The model of a recipe; the same full weights for every tensor-parallel size and with overlap or without."""
     layout.use(recipe.tensor_parallel, context_parallel=recipe.context_parallel)
     config = model_config(
-        tensor_model_parallel_size=recipe.tensor_parallel, sequence_parallel=recipe.tensor_parallel > 1,
-        context_parallel_size=recipe.context_parallel, **{"cp_comm_type": "a2a", **recipe.architecture},
+        tensor_model_parallel_size=recipe.tensor_parallel, context_parallel_size=recipe.context_parallel,
+        **{"cp_comm_type": "a2a", "sequence_parallel": recipe.tensor_parallel > 1, **recipe.architecture},
     )  # fmt: skip
     config.finalize_model_grads_func = finalize_model_grads
     model = GPTModel(

@@ -166,8 +166,8 @@ def test_subclasses_are_left_alone() -> None:
 @pytest.mark.parametrize("on_unsupported", ["error", "fallback"])
 @on_ranks
 def test_each_linear_goes_by_its_own_settings(order: tuple[str, str], on_unsupported: str) -> None:
-    """Of two models in one, that without sequence parallelism keeps Megatron's linears."""
-    config = model_config(sequence_parallel=False, **LLAMA)
+    """Of two models in one, that of TransformerEngine's overlap keeps Megatron's linears."""
+    config = model_config(tp_comm_overlap=True, **LLAMA)
     parts = {"encoder": GPTModel(config, gpt_block_spec(config), 48, 16, position_embedding_type="rope")}
     parts["decoder"] = gpt(PLAIN)
     both = torch.nn.ModuleDict({name: parts[name] for name in order})
@@ -177,7 +177,8 @@ def test_each_linear_goes_by_its_own_settings(order: tuple[str, str], on_unsuppo
         tokens = torch.arange(32).reshape(2, 16)
         sum(model(tokens, tokens % 16, None).sum() for model in parts.values()).backward()
     assert torch.distributed.get_rank() or printed.getvalue().startswith(
-        "overlap_train: 9 of 18 linears run our operators; the other 9: no sequence parallelism: the linear all-reduces\n"
+        "overlap_train: 9 of 18 linears run our operators; the other 9: tp_comm_overlap=True in the model's config: "
+        "TransformerEngine's overlap and this one exclude each other\n"
     )
 
 
@@ -208,7 +209,6 @@ def test_fp64_falls_back() -> None:
 
 REFUSED = {
     "tensor_model_parallel_size": (1, "one rank.*2 or more"),
-    "sequence_parallel": (False, "all-gather and reduce-scatter.*True"),
     "tp_comm_overlap": (True, "exclude each other.*False"),
     "transformer_impl": ("inference_optimized", "for training.*'local'"),
     "use_transformer_engine_op_fuser": (True, "without calling.*leave out --use-transformer-engine-op-fuser"),

@@ -34,6 +34,10 @@ RECIPES = {
     "gpt2, biases, learned positions": Recipe(GPT2, positions="learned_absolute"),
     "tied embeddings": Recipe(LLAMA, tied=True),
     "query and key norms": Recipe({**LLAMA, "qk_layernorm": True}),
+    "no sequence parallelism": Recipe({**LLAMA, "sequence_parallel": False}),
+    "no sequence parallelism, biases, recomputation": Recipe(
+        {**GPT2, **FULL_RECOMPUTE, "sequence_parallel": False}, positions="learned_absolute", overlap_grad_reduce=True
+    ),
     "full recomputation": Recipe({**LLAMA, **FULL_RECOMPUTE}),
     "selective recomputation": Recipe({**LLAMA, **SELECTIVE_RECOMPUTE}),
     "overlapped gradient reduction": Recipe(LLAMA, overlap_grad_reduce=True),

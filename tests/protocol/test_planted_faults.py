@@ -1,6 +1,6 @@
 """Every rule of the protocol has a fault that breaks it (planted.py), and a program that must find it under some seed.
 
-The same programs without a fault pass all of their seeds.
+The same programs without a fault pass; test_interleaving_*.py runs them under more seeds.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ CASES = [pytest.param(fault, name, id=f"{fault.name}, {name}") for fault in FAUL
 
 @pytest.mark.parametrize("name", list(programs()))
 def test_program_passes(name: str) -> None:
-    assert_passes(programs()[name], range(3))
+    assert_passes(programs()[name], range(1))
 
 
 @pytest.mark.parametrize(("fault", "name"), CASES)

@@ -157,7 +157,6 @@ def test_what_cannot_run_on_these_ranks_is_refused(
     ("folder", "names"),
     [
         ("h200x4", ["speedup.png", "layers.png", "timeline.png"]),
-        ("h200x2/ragged", ["speedup.png"]),
         ("h200x4/te", ["layers.png"]),
     ],
 )

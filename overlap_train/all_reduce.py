@@ -1,0 +1,138 @@
+"""The public operators of tensor parallelism without sequence parallelism: every rank has all rows, and sums are all-reduced.
+
+    linear_dgrad_all_reduce (column)    forward  GEMM         backward  GEMM + AR for dx; dw's GEMM under the end of the AR
+    linear_all_reduce (row)             forward  GEMM + AR    backward  GEMM for dx; GEMM for dw
+
+W ranks; M rows (the product of all leading dimensions, any number of them); K input and N output features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .config import OverlapConfig
+from .linear import applied, as_rows, as_sequence, once_differentiable, run_eagerly
+from .ops.gemm_ar import all_reduced
+from .ops.plan_cache import OnPlan, op_of
+from .ops.planned import PlannedOp
+from .ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
+from .ops.wgrad import WeightGradient
+
+
+def linear_dgrad_all_reduce(
+    x: torch.Tensor,
+    w_shard_n: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None = None,
+    name: str = "linear_dgrad_all_reduce",
+    on_plan: OnPlan | None = None,
+) -> torch.Tensor:
+    """Column-parallel linear on an input that every rank has.
+
+        x          [M, K]     as [s, ..., K], the same on every rank
+        w_shard_n  [N/W, K]   weight sharded over its output features
+        bias       [N/W]
+        y_shard_n  [M, N/W] = x @ w_shard_n.T + bias, as [s, ..., N/W]
+        dx         [M, K]   = all_reduce(dy_shard_n @ w_shard_n), the same bits on every rank
+        dw_shard_n [N/W, K] = dy_shard_n.T @ x
+
+    Forward communicates at a first call only, where ranks agree. Arguments, dtypes, errors: see all_gather_linear. config's
+    tune_steps and gathered_input do not count here: nothing is timed, and nothing gathered.
+
+    Source: the GEMM + AllReduce of the Ditron paper, section E.3, is the same sum of tiles.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return run_eagerly(
+            linear_dgrad_all_reduce, x, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
+        )
+    op = op_of(LINEAR_DGRAD_ALL_REDUCE, x, w_shard_n, bias, group, config, name, on_plan)
+    y_shard_n = _apply_dgrad_all_reduce(x, w_shard_n, op)
+    return y_shard_n if bias is None else y_shard_n + bias
+
+
+def linear_all_reduce(
+    x_shard_k: torch.Tensor,
+    w_shard_k: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None = None,
+    name: str = "linear_all_reduce",
+    on_plan: OnPlan | None = None,
+) -> torch.Tensor:
+    """Row-parallel linear with an output that every rank has.
+
+        x_shard_k  [M, K/W]   as [s, ..., K/W], last dimension sharded over the group
+        w_shard_k  [N, K/W]   weight sharded over its input features
+        bias       [N]        the same on every rank, added after the reduction
+        y          [M, N]   = all_reduce(x_shard_k @ w_shard_k.T) + bias, the same bits on every rank
+        dx_shard_k [M, K/W] = dy @ w_shard_k
+        dw_shard_k [N, K/W] = dy.T @ x_shard_k
+
+    dy is taken to be the same on every rank, so backward does not communicate. Arguments, dtypes, errors: see all_gather_linear;
+    tune_steps and gathered_input as in linear_dgrad_all_reduce. All methods but collective add in fp32 and in a fixed order.
+
+    Source: as linear_dgrad_all_reduce.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return run_eagerly(
+            linear_all_reduce, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
+        )
+    op = op_of(LINEAR_ALL_REDUCE, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
+    y = _apply_all_reduce(x_shard_k, w_shard_k, op)
+    return y if bias is None else y + bias
+
+
+class _LinearDgradAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x.shape  # weight: as in linear.py
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_shard_n)
+        return as_sequence(torch.mm(as_rows(x), w_shard_n.t()), ctx.x_shape[0], ctx.x_shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, w_shard_n = ctx.saved_tensors
+        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        dy_rows, dx = as_rows(dy_shard_n), None
+
+        def multiply() -> None:
+            if dw is not None:
+                dw.add(dy_rows, as_rows(x))
+
+        if wants_dx:
+            dx = all_reduced(linear, linear.backward[True, False], dy_rows, w_shard_n, multiply)
+        else:
+            multiply()
+        return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+
+
+class _LinearAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
+        ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
+        y = all_reduced(linear, linear.forward, as_rows(x_shard_k), w_shard_k.t())
+        return as_sequence(y, ctx.x_shape[0], ctx.x_shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x_shard_k, w_shard_k = ctx.saved_tensors
+        wants_dx, wants_dw, _ = ctx.needs_input_grad
+        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        dy_rows = as_rows(dy)
+        dx_shard_k = torch.mm(dy_rows, w_shard_k) if wants_dx else None
+        if dw is not None:
+            dw.add(dy_rows, as_rows(x_shard_k))
+        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+
+
+_apply_dgrad_all_reduce, _apply_all_reduce = applied(_LinearDgradAllReduce), applied(_LinearAllReduce)

@@ -1,0 +1,50 @@
+"""GEMM + AllReduce: y [M, N], on every rank the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N].
+
+Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
+other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
+Few rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in rank order.
+Either way the ranks have the same bits, on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import collective as collectives
+from . import low_latency
+from .planned import PlannedOp, Scope
+
+
+def all_reduced(
+    op: PlannedOp, scope: Scope, a_mk: torch.Tensor, b_kn: torch.Tensor, meanwhile: Callable[[], None] = lambda: None
+) -> torch.Tensor:
+    """y [M, N]; calls `meanwhile`, which multiplies, where that hides most. scope: of the forward or the backward pass."""
+    domain, plan, rows = op.domain, op.plan, a_mk.shape[0]
+    tag = op.tags.fprop if scope is op.forward else op.tags.dgrad
+    if plan.fprop.method == "collective":
+        with scope:
+            domain.collective_calls.enter(tag)
+            y = torch.mm(a_mk, b_kn)
+            work = collectives.all_reduce(y, domain.group)
+            meanwhile()
+            if work is not None:
+                work.wait()
+        return y
+    if plan.one_shot:
+        with scope:
+            partial = torch.mm(a_mk, b_kn)
+            meanwhile()
+            partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
+            return partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32).to(partial.dtype)
+    missing = -rows % domain.world_size
+    with scope:
+        a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
+        y_shard_m = plan.fprop.start(domain, tag, a_mk, b_kn).finish()
+    assert plan.gather is not None
+    with op.gather:
+        gather = plan.gather.start(domain, op.tags.wgrad, y_shard_m)
+        meanwhile()
+        y = gather.gathered_copy()
+    return y.resize_(rows, y.shape[1]) if missing else y

@@ -1,0 +1,125 @@
+"""GEMM + AllReduce between real processes, exactly: every method, any number of rows, inside a node and across two."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import OverlapConfig, linear_all_reduce, linear_dgrad_all_reduce, shutdown
+from overlap_train.ops.plan import Plan
+from overlap_train.select import method as methods
+from tests.linear_cases import ALL_REDUCING, SHAPES, Case, rounding_bound
+from tests.processes import run_ranks, values
+
+CPU = torch.device("cpu")
+CALLS = (linear_dgrad_all_reduce, linear_all_reduce)
+
+
+def _case(method: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+    return Case(dist.group.WORLD, CPU, OverlapConfig(method=method, timeout_s=30.0, **settings), dtype)
+
+
+def _every_shape(rank: int, world: int, method: str, names: tuple[str, ...], settings: dict[str, Any]) -> int:
+    case = _case(method, **settings)
+    for operator in ALL_REDUCING.values():
+        for seed, (rows, k, n) in enumerate(SHAPES[name] for name in names):
+            operator(case, rows, k, n, seed=seed, bias=seed % 2 == 0)
+    shutdown()
+    return len(names)
+
+
+@pytest.mark.parametrize(("method", "world"), [("chunked", 2), ("chunked", 3), ("collective", 2), ("auto", 4)])
+def test_every_shape(method: str, world: int) -> None:
+    """Rows that the ranks divide, and others; fewer than there are ranks."""
+    assert values(run_ranks(world, _every_shape, method, tuple(SHAPES), {}, limit_s=60)) == [5] * world
+
+
+@pytest.mark.parametrize(("method", "world"), [("fused", 2), ("direct", 2), ("low_latency", 3)])
+def test_every_shape_by_kernels(method: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ("one row a rank", "odd", "three leading")
+    assert values(run_ranks(world, _every_shape, method, names, {}, limit_s=100)) == [3] * world
+
+
+@pytest.mark.parametrize("method", ["chunked", "fused", "collective"])
+def test_every_shape_across_nodes(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ("even", "odd")
+    assert values(run_ranks(4, _every_shape, method, names, {"node_ranks": 2}, limit_s=100)) == [2] * 4
+
+
+def _too_many_rows_for_one_shot(rank: int, world: int) -> list[bool]:
+    """Words for all partials would take more than low_latency may have; those of two shots do not."""
+    methods.MOST_BYTES = 2000  # of this process
+    case, plans = _case("low_latency"), list[Plan]()
+    for rows in (4, 16):
+        x, w = torch.ones(rows, 8), torch.ones(24, 8)
+        y = linear_all_reduce(x, w, group=case.group, config=case.config, on_plan=lambda plan, _: plans.append(plan))
+        assert bool((y == 8 * world).all())
+    return [plan.one_shot for plan in plans]
+
+
+def test_few_rows_take_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert values(run_ranks(2, _too_many_rows_for_one_shot, limit_s=60)) == [[True, False]] * 2
+
+
+def _bits(rank: int, world: int, method: str) -> list[bytes]:
+    """Of random numbers in bf16, twice; within the bound of their rounding."""
+    case, found = _case(method, torch.bfloat16), []
+    torch.manual_seed(7)
+    x, w = torch.randn(10, 48 * world).bfloat16(), torch.randn(40, 48 * world).bfloat16()
+    for _ in range(2):
+        y = linear_all_reduce(case.mine(x, 1), case.mine(w, 1), group=case.group, config=case.config)
+        off = (y.double() - x.double() @ w.double().t()).abs()
+        assert bool((off <= rounding_bound(x, w.t(), torch.bfloat16, world)).all())
+        found.append(y.detach().view(torch.uint8).numpy().tobytes())
+    return found
+
+
+@pytest.mark.parametrize("method", ["chunked", "low_latency"])
+def test_every_rank_and_run_has_the_same_bits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert len({bits for found in values(run_ranks(3, _bits, method, limit_s=60)) for bits in found}) == 1
+
+
+def _gradients(rank: int, world: int) -> None:
+    """Those that are wanted, and main_grad."""
+    case = _case("chunked")
+    for call in CALLS:
+        for wants_dx, wants_dw in ((True, True), (True, False), (False, True)):
+            x, w = torch.ones(5, 1, 8).requires_grad_(wants_dx), torch.ones(4, 8).requires_grad_(wants_dw)
+            call(x, w, group=case.group, config=case.config).sum().backward()
+            all_ranks = world if call is linear_dgrad_all_reduce else 1
+            assert (x.grad is not None) == wants_dx and (w.grad is not None) == wants_dw
+            assert x.grad is None or bool((x.grad == 4 * all_ranks).all())
+            assert w.grad is None or bool((w.grad == 5).all())
+        w = torch.ones(4, 8).requires_grad_()
+        w.main_grad, w.grad_added_to_main_grad = torch.ones(4, 8), False  # type: ignore[attr-defined]
+        call(torch.ones(5, 1, 8), w, group=case.group, config=case.config).sum().backward()
+        assert bool((w.main_grad == 6).all()) and w.grad_added_to_main_grad  # type: ignore[attr-defined]
+        with torch.no_grad():
+            assert not call(torch.ones(5, 1, 8), w, group=case.group, config=case.config).requires_grad
+
+
+def test_only_gradients_that_are_wanted_are_made() -> None:
+    values(run_ranks(2, _gradients))
+
+
+def _wrong(rank: int, world: int) -> list[str]:
+    case, told = _case("chunked"), []
+    for call in CALLS:
+        with pytest.raises(ValueError) as raised:
+            call(torch.ones(4, 8 + rank), torch.ones(4, 8), group=case.group, config=case.config, name="fc")
+        told.append(str(raised.value))
+    return told
+
+
+def test_wrong_arguments_raise_on_every_rank() -> None:
+    for told in values(run_ranks(2, _wrong)):
+        for text, its in zip(told, ("x", "x_shard_k"), strict=True):
+            assert re.search(rf"fc: {its} has 9 features .*expects 8", text), text
