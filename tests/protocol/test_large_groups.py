@@ -91,7 +91,7 @@ def test_later_calls_pack_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None
             call()
     assert times.total() > 2 * 256, "more than a small group needs"
     times.clear()
-    for _ in range(2 * SLOTS):
+    for _ in range(SLOTS):
         for call in calls:
             call()
     assert not times, times.most_common(3)
