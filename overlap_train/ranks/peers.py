@@ -195,7 +195,7 @@ class Peers:
                     return OverlapMismatchError(text) if failure.mismatch else OverlapPeerError(text)
             for rank in awaited:
                 process = None if rank in heard else self._ended(rank)
-                if process is not None:
+                if process is not None and rank not in self._hear():  # what it told before it ended has come by now
                     text = f"{what} waits in vain: rank {rank} of {self.called} has ended (process {process.number})"
                     return OverlapPeerError(f"{text}; its own log says why")
             return None

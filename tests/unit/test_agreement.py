@@ -20,7 +20,7 @@ from overlap_train import OverlapTimeoutError
 from overlap_train.ranks import agreement
 from overlap_train.ranks.agreement import Agreement
 from overlap_train.ranks.bounded import Callers
-from overlap_train.ranks.peers import Peers
+from overlap_train.ranks.peers import UNCAUGHT, Peers, Process
 
 
 def ranks(world: int, timeout_s: float = 30.0) -> list[Agreement]:
@@ -99,6 +99,20 @@ def test_an_error_of_one_is_raised_by_all() -> None:
 
     assert together(ranks(2), act) == ["open: rank 1: none left"] * 2
     assert together(ranks(2), lambda one: one.all_succeed(None, "open")) == [None] * 2
+
+
+def test_a_rank_that_ends_while_its_peer_looks_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises and ends after the peer has read what ranks have told, and before the peer looks for its process."""
+    one, other = (each.peers for each in ranks(2))
+
+    def ends(process: Process) -> bool:
+        other.tell(MemoryError("none left"), "fc1", UNCAUGHT)
+        monkeypatch.setattr(Process, "has_ended", lambda process: True)
+        return True
+
+    monkeypatch.setattr(Process, "has_ended", ends)
+    said = one.error("rank 0", [1]) or one.error("rank 0", [1])
+    assert "rank 1 of the group raised MemoryError: none left (in fc1)" in str(said)
 
 
 SERVES = """
