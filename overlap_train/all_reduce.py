@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from .config import OverlapConfig
+from .group.domain import profiled
 from .linear import applied, as_rows, as_sequence, once_differentiable, run_eagerly
 from .ops.gemm_ar import all_reduced
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
-from .ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
+from .ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE, PLAIN, PLAIN_OR_NONE, local_operands
 from .ops.wgrad import WeightGradient
 
 
@@ -50,6 +51,8 @@ def linear_dgrad_all_reduce(
         return run_eagerly(
             linear_dgrad_all_reduce, x, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
+    if type(x) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
+        x, w_shard_n, bias = local_operands(LINEAR_DGRAD_ALL_REDUCE, group, x, w_shard_n, bias)
     op = op_of(LINEAR_DGRAD_ALL_REDUCE, x, w_shard_n, bias, group, config, name, on_plan)
     y_shard_n = _apply_dgrad_all_reduce(x, w_shard_n, op)
     return y_shard_n if bias is None else y_shard_n + bias
@@ -83,6 +86,8 @@ def linear_all_reduce(
         return run_eagerly(
             linear_all_reduce, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
+    if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
+        x_shard_k, w_shard_k, bias = local_operands(LINEAR_ALL_REDUCE, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_ALL_REDUCE, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
     y = _apply_all_reduce(x_shard_k, w_shard_k, op)
     return y if bias is None else y + bias
@@ -93,7 +98,9 @@ class _LinearDgradAllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x.shape  # weight: as in linear.py
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_shard_n)
-        return as_sequence(torch.mm(as_rows(x), w_shard_n.t()), ctx.x_shape[0], ctx.x_shape)
+        with profiled(linear.tags.ranges[0]):
+            y_shard_n = torch.mm(as_rows(x), w_shard_n.t())
+        return as_sequence(y_shard_n, ctx.x_shape[0], ctx.x_shape)
 
     @staticmethod
     @once_differentiable
@@ -105,7 +112,8 @@ class _LinearDgradAllReduce(torch.autograd.Function):
 
         def multiply() -> None:
             if dw is not None:
-                dw.add(dy_rows, as_rows(x))
+                with profiled(linear.tags.ranges[3]):
+                    dw.add(dy_rows, as_rows(x))
 
         if wants_dx:
             dx = all_reduced(linear, linear.backward[True, False], dy_rows, w_shard_n, multiply)
@@ -126,12 +134,14 @@ class _LinearAllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        wants_dx, wants_dw, _ = ctx.needs_input_grad
-        dw = WeightGradient(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         dy_rows = as_rows(dy)
-        dx_shard_k = torch.mm(dy_rows, w_shard_k) if wants_dx else None
+        with profiled(linear.tags.ranges[1]):
+            dx_shard_k = torch.mm(dy_rows, w_shard_k) if wants_dx else None
         if dw is not None:
-            dw.add(dy_rows, as_rows(x_shard_k))
+            with profiled(linear.tags.ranges[3]):
+                dw.add(dy_rows, as_rows(x_shard_k))
         return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
 
 

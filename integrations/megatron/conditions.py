@@ -158,6 +158,8 @@ def _placement_reason(linear: ParallelLinear) -> str | None:
         return "expert: the token dispatcher communicates, not the linear"
     if linear.tp_group.size() == 1:
         return "tensor-parallel size 1: nothing to communicate"
+    if not linear.sequence_parallel and not attribute(linear, "allreduce_dgrad", True):
+        return "sequence_parallel was switched off: Megatron all-reduces the input's gradient itself"
     if attribute(linear, "disable_grad_reduce", False):
         return "disable_grad_reduce: the caller reduces the input's gradient"
     if not attribute(linear, "input_is_parallel", True):

@@ -142,7 +142,7 @@ class MegatronFallback:
 
 class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
     """y = all_gather(x) Wᵀ + b: x [s/W, b, K], weight [N/W, K], y [s, b, N/W]; the product hides the gather. Without sequence
-    parallelism x is [s, b, K], and the product of its gradient hides the all-reduce.
+    parallelism x is [s, b, K], and the two products of backward hide the all-reduce of its gradient.
 
     enable() makes it of a ColumnParallelLinear. Bias, tied weights and gathering of the output stay Megatron's.
     """

@@ -2,7 +2,7 @@
 
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
-Few rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in rank order.
+Few rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in a fixed order.
 Either way the ranks have the same bits, on every run.
 """
 
@@ -45,6 +45,7 @@ def all_reduced(
     assert plan.gather is not None
     with op.gather:
         gather = plan.gather.start(domain, op.tags.wgrad, y_shard_m)
-        meanwhile()
+        with domain.span.products_beside(plan.gather):
+            meanwhile()
         y = gather.gathered_copy()
     return y.resize_(rows, y.shape[1]) if missing else y

@@ -15,10 +15,11 @@ from ..config import OverlapConfig, flag_name
 from ..group.domain import OverlapDomain
 from ..group.memory import Request
 from ..group.signals import Tag
+from ..group.slots import SLOTS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
-from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal
+from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal, sends_at_once
 from ..select.table import Table
 from ..select.tiles import (
     HOPPER,
@@ -202,7 +203,7 @@ def make_plan(
     first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
     planner = planner_of(topology, config)
     if spec.replicated:
-        return _all_reducing(spec, config, table, planner, first, x, w)
+        return _all_reducing(spec, config, planner, first, x, w)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
@@ -229,21 +230,29 @@ def make_plan(
 
 
 def _all_reducing(
-    spec: OperatorSpec, config: OverlapConfig, table: Table, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor,
-) -> Plan:  # fmt: skip
-    """The plan of an operator that all-reduces. first: its forward pass, were its rows sharded."""
+    spec: OperatorSpec, config: OverlapConfig, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor
+) -> Plan:
+    """The plan of an operator that all-reduces. first: its forward pass, were its rows sharded. Nobody measures all-reduces, and
+    measurements of scatters say half."""
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
-    choice = choose(config.method, pass_, x.device, table, topology.nodes)
+    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True)
+    if config.tune_steps:
+        choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
     plan = planner.plan(choice, pass_, x.device, w)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
-    received = spec.slot_bytes(x, w, topology.world)
-    words = flagged_bytes(received * topology.world, topology.world)
-    one_shot = plan.method == LOW_LATENCY and refusal(spec.name, plan.kind, words) is None
+    world, received = topology.world, spec.slot_bytes(x, w, topology.world)
+    words = flagged_bytes(received * world, world)
+    fits = SLOTS * words <= config.symmetric_mib << 20 and refusal(spec.name, plan.kind, words) is None
+    one_shot = plan.method == LOW_LATENCY and sends_at_once(received, world) and fits
+    sends = not spec.sends_input or (
+        x.requires_grad and torch.is_grad_enabled()
+    )  # a column linear only in its backward
+    by_words = plan.method == LOW_LATENCY and sends
     request = Request(
         spec.name, shapes_of(x, w), how=f"method {plan.variant}",
-        slot_bytes=received if plan.method not in ("collective", LOW_LATENCY) else 0,
-        flagged_bytes=0 if plan.method != LOW_LATENCY else words if one_shot else flagged_bytes(received, topology.world),
+        slot_bytes=received if sends and plan.method not in ("collective", LOW_LATENCY) else 0,
+        flagged_bytes=by_words * (words if one_shot else flagged_bytes(received, world)),
     )  # fmt: skip
     return Plan(spec, config, plan, plan, plan, None, request, x.dtype, gather, one_shot)
 

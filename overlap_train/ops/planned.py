@@ -70,10 +70,10 @@ class PlannedOp:
         self._name, self._turn = name, turn
         # Methods are not in the tags: ranks have agreed on these already.
         what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
-        passes = ("fprop", "dgrad", "wgrad" if plan.gather is None else "gather")
+        passes = ("fprop", "dgrad", "wgrad") if plan.gather is None else ("fprop", "dgrad", "gather", "wgrad")
         short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
         ranges = [f"{short}/{pass_}" for pass_ in passes]
-        fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in passes)
+        fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in passes[:3])
         self.tags = PassTags(fprop, dgrad, wgrad, ranges)
         forward = domain.operator(fprop, plan.fprop.slots, plan.fprop.variant.barrier_first, ranges[0])
         self.forward = self.timed(forward, fprop)

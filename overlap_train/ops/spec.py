@@ -157,8 +157,8 @@ def local_operands(
     from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
     ranks = dist.get_process_group_ranks(group)
-    row = spec is LINEAR_REDUCE_SCATTER
-    meant = (Shard(x.dim() - 1), Shard(1), Replicate()) if row else (Shard(0), Shard(0), Shard(0))
+    of_x = Replicate() if spec.replicated else Shard(0)
+    meant = (of_x, Shard(0), Shard(0)) if spec.sends_input else (Shard(x.dim() - 1), Shard(1), Replicate())
 
     def local(tensor: Any, placement: Placement) -> Any:
         if (
@@ -167,8 +167,9 @@ def local_operands(
             or tensor.placements != (placement,)
         ):
             return tensor
-        # Of a bias that all ranks have each knows the gradient of its own rows.
-        shard = tensor.to_local(grad_placements=[Partial()] if placement.is_replicate() else None)
+        # Of a bias that all ranks have each knows the gradient of its own rows, or of all.
+        is_partial = placement.is_replicate() and not spec.replicated
+        shard = tensor.to_local(grad_placements=[Partial()] if is_partial else None)
         return shard.wait() if hasattr(shard, "wait") else shard  # on its way, after redistribute(async_op=True)
 
     return local(x, meant[0]), local(w, meant[1]), local(bias, meant[2])

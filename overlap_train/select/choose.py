@@ -89,10 +89,12 @@ class Choice:
         return replace(self, how=replace(self.how, **options))  # type: ignore[arg-type]
 
 
-def choose(requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1) -> Choice:
+def choose(
+    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False
+) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
-    nodes: that the group spans, as the one that has measured the table.
+    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again.
     """
     system = System.of(device)
     winner = winner_of(pass_, system, table)
@@ -101,7 +103,7 @@ def choose(requested: str, pass_: Pass, device: torch.device | System, table: Ta
     elif winner is not None:
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
-        choice = untuned(pass_, system, nodes)
+        choice = untuned(pass_, system, nodes, all_reduces)
     return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
@@ -113,9 +115,9 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winne
     return winner if fits else None
 
 
-def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choice:
+def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False) -> Choice:
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
-    estimated to be faster."""
+    estimated to be faster. all_reduces: see choose."""
     system, reach = System.of(device), reach_of(nodes)
     if system.type != "cuda":
         return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
@@ -126,6 +128,8 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1) -> Choic
     for name in fits:
         how = with_options(name, pass_, system, nodes=nodes)
         one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
+        if all_reduces:
+            one = reach.with_gather(one, pass_, how, system)
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")

@@ -30,6 +30,7 @@ LOW_LATENCY = "low_latency"
 # Of what low_latency gathers or scatters: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in
 # each of three slots: 192 MiB.
 MOST_BYTES = 32 << 20
+_MOST_AT_ONCE = 900_000  # bytes more
 _WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
 
 Bucket = tuple[str, str, int, int, int, int]
@@ -158,6 +159,11 @@ class Method:
 def flagged_bytes(received: int, world: int) -> int:
     """What W blocks of `received` bytes take as the flagged words of low_latency."""
     return world * -(-received // world // _DATA_BYTES) * _WORD_BYTES
+
+
+def sends_at_once(received: int, world: int) -> bool:
+    """Whether low_latency all-reduces `received` bytes in one shot. It sends more than in two, and saves a start of 6 us."""
+    return received * (world - 1) * (world - 2) // world <= _MOST_AT_ONCE
 
 
 def refusal(name: str, kind: Kind, nbytes: int) -> str | None:

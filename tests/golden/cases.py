@@ -22,7 +22,9 @@ from overlap_train import (
     all_gather_linear,
     all_to_all_linear,
     attention_output_linear,
+    linear_all_reduce,
     linear_all_to_all,
+    linear_dgrad_all_reduce,
     linear_reduce_scatter,
     qkv_all_to_all,
     shutdown,
@@ -94,6 +96,8 @@ def _linears(name: str, rank: int, group: dist.ProcessGroup, config: OverlapConf
         shape = f"{name}, {'ragged' if batch else 'even'}"
         yield f"{shape}: all_gather_linear", lambda b=batch: _column(rank, group, config, inputs, b)
         yield f"{shape}: linear_reduce_scatter", lambda b=batch: _row(rank, group, config, inputs, b)
+        yield f"{shape}: linear_dgrad_all_reduce", lambda b=batch: _replicated_column(rank, group, config, inputs, b)
+        yield f"{shape}: linear_all_reduce", lambda b=batch: _all_reduced(rank, group, config, inputs, b)
         if config.method != "low_latency":
             yield f"{shape}: linear_all_to_all", lambda b=batch: _to_heads(rank, group, config, inputs, b)
             yield f"{shape}: all_to_all_linear", lambda b=batch: _to_rows(rank, group, config, inputs, b)
@@ -123,6 +127,22 @@ def _row(
     rows, n, k = _sizes(batch)
     x, w, bias = inputs.leaf(rank, rows * group.size(), *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20, n)
     return _results(linear_reduce_scatter(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
+
+
+def _replicated_column(
+    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
+) -> list[torch.Tensor]:
+    rows, k, n = _sizes(batch)
+    x, w, bias = inputs.leaf(0, rows, *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20 + rank, n)
+    return _results(linear_dgrad_all_reduce(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
+
+
+def _all_reduced(
+    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
+) -> list[torch.Tensor]:
+    rows, n, k = _sizes(batch)
+    x, w, bias = inputs.leaf(rank, rows, *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20, n)
+    return _results(linear_all_reduce(x, w, bias, group=group, config=config), inputs, 0, x, w, bias)
 
 
 def _to_heads(

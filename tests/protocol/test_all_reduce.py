@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from overlap_train import OverlapConfig, linear_all_reduce, linear_dgrad_all_reduce, shutdown
 from overlap_train.ops.plan import Plan
@@ -108,6 +110,43 @@ def _gradients(rank: int, world: int) -> None:
 
 def test_only_gradients_that_are_wanted_are_made() -> None:
     values(run_ranks(2, _gradients))
+
+
+def _forward_alone(rank: int, world: int) -> None:
+    """Of a column linear sends nothing, and takes no symmetric memory; nor does one whose input is frozen."""
+    case = _case("chunked", symmetric_mib=1)
+    x, w = torch.ones(512, 1024), torch.ones(4, 1024, requires_grad=True)
+    with torch.no_grad():
+        linear_dgrad_all_reduce(x.requires_grad_(), w, group=case.group, config=case.config)
+    linear_dgrad_all_reduce(x.detach(), w, group=case.group, config=case.config).sum().backward()
+    with pytest.raises(ValueError, match="symmetric_mib=1 is too small"):
+        linear_dgrad_all_reduce(x, w, group=case.group, config=case.config)
+
+
+def test_a_column_that_only_goes_forward_takes_no_memory() -> None:
+    values(run_ranks(2, _forward_alone))
+
+
+def _dtensors(rank: int, world: int) -> None:
+    """Sharded, or the same on all ranks, as the operators mean; gradients come back likewise."""
+    mesh, case = init_device_mesh("cpu", (world,)), _case("chunked")
+    group = mesh.get_group()
+    of_k, of_n, same = [Shard(1)], [Shard(0)], [Replicate()]
+    for call, places in ((linear_all_reduce, (of_k, of_k, same)), (linear_dgrad_all_reduce, (same, of_n, of_n))):
+        shapes = (6, 8), (4, 8), (4,)
+        x, w, b = (
+            distribute_tensor(torch.ones(shape), mesh, place).requires_grad_()
+            for shape, place in zip(shapes, places, strict=True)
+        )
+        y = call(x, w, b, group=group, config=case.config)
+        assert bool((y == 9).all())
+        y.sum().backward()
+        for leaf, right, place in zip((x, w, b), (4, 6, 6), places, strict=True):
+            assert leaf.grad.placements == tuple(place) and bool((leaf.grad.full_tensor() == right).all())
+
+
+def test_dtensors_that_lie_as_the_operator_means_are_taken() -> None:
+    values(run_ranks(2, _dtensors, limit_s=60))
 
 
 def _wrong(rank: int, world: int) -> list[str]:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_train import choose
+from overlap_train import OverlapConfig, choose
 from overlap_train.config import METHODS
+from overlap_train.ops.plan import make_plan
+from overlap_train.ops.spec import LINEAR_ALL_REDUCE
 from overlap_train.schedule.kinds import Kind
+from overlap_train.schedule.order import Topology
 from overlap_train.select.choose import alone, fastest
 from overlap_train.select.cost import Estimate, Reach
 from overlap_train.select.method import NAMES, Method, Pass
@@ -54,6 +57,21 @@ def test_defaults_on_hopper() -> None:
             assert auto(replace(pass_, m=256, n=8 * pass_.n, k=8 * pass_.k), system) in ("collective", "low_latency")
         assert auto(PROJ, system) == "direct", "a storing kernel without copies"
         assert auto(replace(FC2, m=1024), system) == "direct", "one launch"
+
+
+def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
+    """No measurement of a scatter decides."""
+    few, table = replace(FC2, m=1024, world=8), table_of(Winner(FC2, Method("direct"), {}))
+    assert choose("auto", FC2, H200, {}, all_reduces=True).method == "fused"
+    assert [choose("auto", few, H200, {}, all_reduces=both).method for both in (False, True)] == [
+        "direct",
+        "collective",
+    ]
+    assert choose("auto", replace(few, m=16), H200, {}, all_reduces=True).method == "low_latency"
+    x, w = torch.empty(8192, 3584, dtype=BF16, device="meta"), torch.empty(4096, 3584, dtype=BF16, device="meta")
+    config = OverlapConfig(tune_steps=20)
+    plan = make_plan(LINEAR_ALL_REDUCE, config, table, Topology(1, 4, 0), x, w)
+    assert plan.fprop is plan.dgrad and plan.fprop.reason.endswith("; tune_steps measures no all-reduce")
 
 
 def test_long_products_with_a_narrow_weight_are_the_librarys() -> None:

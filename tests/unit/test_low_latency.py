@@ -14,7 +14,7 @@ from overlap_train import OverlapConfig
 from overlap_train.gpu.ptx_check import WORD_STORED, missing
 from overlap_train.group.slots import SLOTS, Layout
 from overlap_train.ops.plan import Plan, error_on_device, make_plan
-from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER
+from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_REDUCE, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
 from overlap_train.select.method import LOW_LATENCY, MOST_BYTES, Pass, flagged_bytes, serving
@@ -41,6 +41,19 @@ def test_a_plan_asks_for_words_only() -> None:
     assert {engine.method for engine in (made.fprop, made.dgrad, made.wgrad) if engine} == {LOW_LATENCY}
     assert made.fprop.slots == 1 and made.fprop.chunks == 1 and made.fprop.kernels == "library"
     assert plan(8, 32, "chunked").request.flagged_bytes == 0
+
+
+def test_one_shot_is_for_few_bytes() -> None:
+    def takes_one_shot(rows: int, world: int, **settings: int) -> bool:
+        x, w = torch.empty(rows, 64, dtype=BF16, device="meta"), torch.empty(4096, 64, dtype=BF16, device="meta")
+        config = OverlapConfig(method=LOW_LATENCY, **settings)
+        return make_plan(LINEAR_ALL_REDUCE, config, UNTUNED, Topology(1, world, 0), x, w).one_shot
+
+    assert takes_one_shot(16, 8) and not takes_one_shot(64, 8), "7/4 MiB more than two shots"
+    assert takes_one_shot(1024, 2) and not takes_one_shot(8192, 2), (
+        "as many bytes as two shots, which its words cannot be"
+    )
+    assert not takes_one_shot(1024, 2, symmetric_mib=64), "three slots of 32 MiB"
 
 
 @pytest.mark.parametrize("variable", ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
