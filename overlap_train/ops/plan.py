@@ -245,9 +245,8 @@ def _all_reducing(
     words = flagged_bytes(received * world, world)
     fits = SLOTS * words <= config.symmetric_mib << 20 and refusal(spec.name, plan.kind, words) is None
     one_shot = plan.method == LOW_LATENCY and sends_at_once(received, world) and fits
-    sends = not spec.sends_input or (
-        x.requires_grad and torch.is_grad_enabled()
-    )  # a column linear only in its backward
+    trains_x = x.requires_grad and torch.is_grad_enabled()
+    sends = trains_x or not spec.sends_input  # a column linear sends in its backward only
     by_words = plan.method == LOW_LATENCY and sends
     request = Request(
         spec.name, shapes_of(x, w), how=f"method {plan.variant}",
