@@ -267,9 +267,10 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
             continue
         variable = serialising() if device.type == "cuda" else None
         if variable is not None:
+            taken = "" if plan.config.method == engine.method else f", which takes {engine.method!r} here,"
             return (
-                f"method={engine.method!r} with {variable} set: the host would wait for each kernel, and ours wait for "
-                f"what hosts of peers enqueue later; unset it, or use 'chunked' or 'collective' ({flag_name('method')})"
+                f"method={plan.config.method!r}{taken} with {variable} set: the host would wait for each kernel, and ours wait "
+                f"for what hosts of peers enqueue later; unset it, or use 'chunked' or 'collective' ({flag_name('method')})"
             )
         if device.type == "cpu" and not interpreted():
             return (

@@ -63,6 +63,8 @@ def test_kernels_that_wait_are_refused_where_each_launch_waits(variable: str, mo
     for method in ("fused", "direct", LOW_LATENCY):
         told = error_on_device(plan(8, 32, method), GPU, lambda: False)
         assert told is not None and f"method={method!r} with {variable} set" in told and "or use 'chunked'" in told
+    by_auto = error_on_device(replace(plan(8, 32, "direct"), config=OverlapConfig()), GPU, lambda: False)
+    assert by_auto is not None and by_auto.startswith(f"method='auto', which takes 'direct' here, with {variable} set")
     for method in ("chunked", "collective"):
         assert error_on_device(plan(8, 32, method), GPU, lambda: False) is None
     monkeypatch.setenv(variable, "0")
