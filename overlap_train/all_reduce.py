@@ -116,7 +116,7 @@ class _LinearDgradAllReduce(torch.autograd.Function):
                     dw.add(dy_rows, as_rows(x))
 
         if wants_dx:
-            dx = all_reduced(linear, linear.backward[True, False], dy_rows, w_shard_n, multiply)
+            dx = all_reduced(linear, dy_rows, w_shard_n, multiply)
         else:
             multiply()
         return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
@@ -127,7 +127,7 @@ class _LinearAllReduce(torch.autograd.Function):
     def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
-        y = all_reduced(linear, linear.forward, as_rows(x_shard_k), w_shard_k.t())
+        y = all_reduced(linear, as_rows(x_shard_k), w_shard_k.t())
         return as_sequence(y, ctx.x_shape[0], ctx.x_shape)
 
     @staticmethod

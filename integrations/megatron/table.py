@@ -158,7 +158,10 @@ def _exchange_beside(linear: Any, attention: Any) -> str | None:
         return None
     if not isinstance(attention, UlyssesSelfAttention):
         return f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
-    apart = linear.overlap.apart if exchanges(linear) else standing_reason(linear, linear.weight, exchanges=True)
+    if exchanges(linear):
+        apart = linear.overlap.apart
+    else:
+        apart = standing_reason(linear, linear.weight, exchanges=True) if is_overlapped(linear) else None
     why = "" if apart is None else f": {apart}"
     return f"all-to-all over {attention.pg_collection.cp.size()} CP ranks not overlapped{why}"
 

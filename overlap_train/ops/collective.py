@@ -33,12 +33,11 @@ def reduce_scatter(y: torch.Tensor, partials: torch.Tensor, group: dist.ProcessG
 
 def all_reduce(y: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """y [M, N] of every rank -> their sum, in place. Otherwise as all_gather."""
-    options, aside = AllreduceOptions(), should_run_async(y)
-    options.asyncOp = aside
-    work: dist.Work | None = group.allreduce([y], options)
-    if not aside and work is not None:
-        work.wait()
-    return work if aside else None
+
+    def in_place(y: torch.Tensor, same: torch.Tensor, options: Any) -> Any:
+        return group.allreduce([y], options)
+
+    return _run(in_place, AllreduceOptions, y, y, should_run_async(y))
 
 
 def _run(collective: Any, kind: type, into: torch.Tensor, source: torch.Tensor, aside: bool) -> dist.Work | None:

@@ -14,15 +14,17 @@ import torch
 
 from . import collective as collectives
 from . import low_latency
-from .planned import PlannedOp, Scope
+from .planned import PlannedOp
 
 
 def all_reduced(
-    op: PlannedOp, scope: Scope, a_mk: torch.Tensor, b_kn: torch.Tensor, meanwhile: Callable[[], None] = lambda: None
+    op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, meanwhile: Callable[[], None] = lambda: None
 ) -> torch.Tensor:
-    """y [M, N]; calls `meanwhile`, which multiplies, where that hides most. scope: of the forward or the backward pass."""
+    """y [M, N], of a row linear's forward or a column linear's backward; calls `meanwhile`, which multiplies, where that hides
+    most."""
     domain, plan, rows = op.domain, op.plan, a_mk.shape[0]
-    tag = op.tags.fprop if scope is op.forward else op.tags.dgrad
+    in_backward = plan.spec.sends_input
+    scope, tag = (op.backward[True, False], op.tags.dgrad) if in_backward else (op.forward, op.tags.fprop)
     if plan.fprop.method == "collective":
         with scope:
             domain.collective_calls.enter(tag)

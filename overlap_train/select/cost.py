@@ -76,16 +76,18 @@ class Reach:
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
     def with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
-        """What a scatter takes whose sums are gathered again by copies: an all-reduce. NCCL's and that of words go on without."""
+        """An all-reduce: what the scatter takes, and the gather of its sums. NCCL does both in one call. Words go on as words, or
+        have sent all partial sums before. All others are copies."""
+        received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
-            return Estimate(scatter.device_us + self.collective_us(pass_, system) - system.nccl_us, scatter.host_us)
-        received, calls = pass_.m * pass_.n * pass_.dtype.itemsize, _CALLS["chunked"] + 2 * (pass_.world - 1)
-        us = system.wait_us + sum_us(system, 2 * received)
-        us += max(_push_us(pass_, system, 1), self.collective_us(pass_, system) - system.nccl_us)
-        if how.name == "low_latency" and sends_at_once(received, pass_.world):
+            calls, us = 0, nccl_us
+        elif how.name == "low_latency" and sends_at_once(received, pass_.world):
             calls, us = 3, 2 * (pass_.world - 1) * pass_.sent_bytes / (system.store_gbs * 1e3) + 2 * system.gap_us
         elif how.name == "low_latency":
             calls, us = _CALLS["low_latency"], _words_us(pass_, system)
+        else:
+            calls = _CALLS["chunked"] + 2 * (pass_.world - 1)
+            us = max(_push_us(pass_, system, 1), nccl_us) + system.wait_us + sum_us(system, 2 * received)
         return Estimate(scatter.device_us + us, scatter.host_us + calls * system.host_call_us)
 
 

@@ -47,9 +47,12 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, str]:
     layout.prepare()
     expected = Expected(folder)
     checks = {name: partial(trains_as_one_rank, expected, folder, name) for name in LAYOUTS}
-    others = the_group_may_change_with_the_call, the_table_is_there_before_anything_is_exchanged
-    checks |= {name: partial(check, rank) for name, check in zip(OTHERS, others, strict=False)}
-    checks[OTHERS[-1]] = partial(without_sequence_parallelism_linears_overlap_over_tp_alone, expected)
+    others = (
+        partial(the_group_may_change_with_the_call, rank),
+        partial(the_table_is_there_before_anything_is_exchanged, rank),
+        partial(without_sequence_parallelism_linears_overlap_over_tp_alone, expected),
+    )
+    checks |= dict(zip(OTHERS, others, strict=True))
     failed = failed_checks(checks)
     layout.leave()
     return failed

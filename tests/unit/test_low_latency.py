@@ -51,7 +51,7 @@ def test_one_shot_is_for_few_bytes() -> None:
 
     assert takes_one_shot(16, 8) and not takes_one_shot(64, 8), "7/4 MiB more than two shots"
     assert takes_one_shot(1024, 2) and not takes_one_shot(8192, 2), (
-        "as many bytes as two shots, which its words cannot be"
+        "no more bytes than two shots; words may not be so many"
     )
     assert not takes_one_shot(1024, 2, symmetric_mib=64), "three slots of 32 MiB"
 
