@@ -40,6 +40,13 @@ from overlap_train.integrations.megatron.conditions import (
     standing_reason,
 )
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
+from overlap_train.integrations.megatron.te_norm import (
+    NormKernels,
+    norm_all_gather_linear,
+    norm_kernels,
+    normed,
+    too_old,
+)
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
 
@@ -73,7 +80,7 @@ class LinearOverlap:
     plan: Plan | None = None
     trial: Autotune | None = None
     on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
-    norm: torch.nn.Module | None = None  # of a TELayerNormColumnParallelLinear, made at its first call
+    norm: NormKernels | None = None  # of a TELayerNormColumnParallelLinear
     # Of a linear that exchanges within its product: the groups of overlapped calls, the last one's last.
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)
     # Over TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
@@ -112,13 +119,18 @@ class LinearOverlap:
 def product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]: all linears overlap here. Without sequence
     parallelism every rank has all rows of x, or y."""
-    overlap, settings = linear.overlap, linear.overlap.settings(linear, weight)
     row = attribute(linear, "input_is_parallel", False)
     operator: Callable[..., torch.Tensor] = linear_reduce_scatter if row else all_gather_linear
     if not linear.sequence_parallel:
         operator = linear_all_reduce if row else linear_dgrad_all_reduce
-    y = operator(x, weight, bias, group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan)
-    return overlap.watched(y)
+    return linear.overlap.watched(operator(x, weight, bias, **how(linear, weight)))
+
+
+def how(linear: Any, weight: torch.Tensor) -> dict[str, Any]:
+    """What operators are told beside their operands."""
+    overlap = linear.overlap
+    settings = overlap.settings(linear, weight)
+    return dict(group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan)
 
 
 def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -206,28 +218,18 @@ class _OverlappedTE:
             watched = self.overlap.watched
             return ((watched(y[0]), *y[1:]) if isinstance(y, tuple) else watched(y), *others)
         added, returned = biases(self)
-        x = normed(self, x)
-        y = product(self, x, self.weight, added)
-        if self.overlap.norm is None or not attribute(self, "return_layernorm_output", False):
+        wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
+        if self.overlap.norm is None or not self.sequence_parallel:
+            x = normed(self, x)
+            y = product(self, x, self.weight, added)
+        else:
+            y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **how(self, self.weight))
+            y = self.overlap.watched(y)
+        if not wants_h:
             return y, returned
         if attribute(self, "return_layernorm_output_gathered", False) and self.sequence_parallel:
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)
         return (y, returned, x) if self.te_return_bias else ((y, x), None)
-
-
-def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """x by TE's norm over the parameters of a linear with a norm, whichever objects they are now (meta device, conversions)."""
-    if not isinstance(getattr(linear, "layer_norm_weight", None), torch.Tensor):
-        return x
-    norm = linear.overlap.norm
-    if norm is None:
-        norm = megatron_te.TENorm(linear.config, linear.layer_norm_weight.numel(), linear.config.layernorm_epsilon)
-        linear.overlap.norm = norm
-    if norm.weight is not linear.layer_norm_weight:
-        norm.weight = linear.layer_norm_weight
-    if getattr(linear, "layer_norm_bias", None) is not None and norm.bias is not linear.layer_norm_bias:
-        norm.bias = linear.layer_norm_bias
-    return norm(x)
 
 
 @cache
@@ -254,7 +256,7 @@ def derived(kind: type, *mixins: type) -> type:
 
 
 def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name: str) -> None:
-    linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name)
+    linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name, norm=norm_kernels(linear))
     if isinstance(linear, OWN):
         # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
         linear.tensor_model_parallel = True
@@ -277,6 +279,8 @@ def te_feature(linear: Any) -> str | None:
         return None
     if attribute(linear, "te_quant_params", None) is not None:
         return "quantized by TransformerEngine (te_quant_params)"
+    if too_old() is not None and hasattr(linear, "layer_norm_weight"):
+        return too_old()
     if getattr(linear.config, "delay_wgrad_compute", False):
         return "delay_wgrad_compute: TransformerEngine computes the weight gradient later"
     return None

@@ -35,10 +35,10 @@ from overlap_train.integrations.megatron.linears import (
     biases,
     derived,
     fallbacks,
-    normed,
     overlapped_forms,
     te_feature,
 )
+from overlap_train.integrations.megatron.te_norm import normed
 from overlap_train.ulysses.layout import kept
 from overlap_train.ulysses.two_groups import nodes_of_groups, places_of
 

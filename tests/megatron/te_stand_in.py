@@ -142,6 +142,41 @@ class LayerNormLinear(Linear):
         return (*result, x) if self.return_bias else (result, x)
 
 
+class _NormKernels(ModuleType):
+    """transformer_engine_torch, as far as norms are called in it: as torch's norms, to the bit."""
+
+    calls = 0  # of forward passes
+    eps = 0.0
+
+    def rmsnorm_fwd(self, x: Any, gamma: Any, *how: Any) -> tuple[Any, None, Any]:
+        h, _, scale = self.layernorm_fwd(x, gamma, None, *how)
+        return h, None, scale
+
+    def layernorm_fwd(
+        self, x: Any, gamma: Any, beta: Any, eps: float, out: None, quantizer: None, dtype: str, margin: int, zero_centered: bool
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        assert x.dim() == 2 and x.is_contiguous() and dtype == str(x.dtype) and out is quantizer is None and margin == 0
+        self.calls, self.eps = self.calls + 1, eps
+        mean = torch.zeros(len(x)) if beta is None else x.mean(-1)
+        return _normalised(x, gamma, beta, eps, zero_centered), mean, self._scale(x, mean)
+
+    def rmsnorm_bwd(self, dh: Any, x: Any, scale: Any, gamma: Any, margin: int, zero_centered: bool) -> Any:
+        return self._gradients(dh, x, torch.zeros(len(x)), scale, gamma, None, zero_centered)
+
+    def layernorm_bwd(self, dh: Any, x: Any, mean: Any, scale: Any, gamma: Any, margin: int, zero_centered: bool) -> Any:
+        return self._gradients(dh, x, mean, scale, gamma, torch.zeros_like(gamma), zero_centered)
+
+    def _scale(self, x: Any, mean: Any) -> Any:
+        return ((x - mean[:, None]).square().mean(-1) + self.eps).rsqrt()
+
+    def _gradients(self, dh: Any, x: Any, mean: Any, scale: Any, gamma: Any, beta: Any, zero_centered: bool) -> Any:
+        assert torch.equal(scale, self._scale(x, mean)), "not what forward gave"
+        with torch.enable_grad():
+            inputs = [tensor.detach().requires_grad_() for tensor in (x, gamma, beta) if tensor is not None]
+            h = _normalised(*inputs, *[None] * (beta is None), self.eps, zero_centered)
+            return list(torch.autograd.grad(h, inputs, dh))
+
+
 def _norm_parameter(size: int, zero: bool, sequence_parallel: bool) -> torch.nn.Parameter:
     parameter = torch.nn.Parameter(torch.zeros(size) if zero else torch.ones(size))
     parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
@@ -246,14 +281,17 @@ def install() -> None:
     assert "megatron.core" not in sys.modules
     names = (
         "", ".pytorch", ".pytorch.fp8", ".pytorch.float8_tensor", ".pytorch.cpp_extensions",
-        ".pytorch.module", ".pytorch.module.base",
+        ".pytorch.module", ".pytorch.module.base", ".pytorch.tensor", ".pytorch.tensor.float8_tensor",
     )  # fmt: skip
     modules = [_Module(f"transformer_engine{name}") for name in names]
-    package, torch_part, fp8, tensors, _, module, base = modules
+    package, torch_part, fp8, tensors, _, module, base, quantized, in_float8 = modules
+    kernels, constants = _NormKernels("transformer_engine_torch"), ModuleType("transformer_engine.pytorch.constants")
+    constants.TE_DType = {dtype: str(dtype) for dtype in (torch.float32, torch.bfloat16)}  # type: ignore[attr-defined]
     module.base = base  # type: ignore[attr-defined]
     _userbuffers(base)
-    package.__version__, package.pytorch, torch_part.fp8 = "1.8.0", torch_part, fp8  # type: ignore[attr-defined]
-    tensors.Float8Tensor = type("Float8Tensor", (torch.Tensor,), {})  # type: ignore[attr-defined]
+    package.__version__, package.pytorch, torch_part.fp8 = "2.0.0", torch_part, fp8  # type: ignore[attr-defined]
+    for part, name in ((tensors, "Float8Tensor"), (in_float8, "Float8Tensor"), (quantized, "QuantizedTensor")):
+        setattr(part, name, type(name, (torch.Tensor,), {}))  # type: ignore[attr-defined]
     for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):
         setattr(torch_part, part.__name__, part)
-    sys.modules.update({module.__name__: module for module in modules})
+    sys.modules.update({module.__name__: module for module in (*modules, kernels, constants)})
