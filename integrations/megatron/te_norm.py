@@ -4,8 +4,8 @@
     y [s, b, N/W] = all_gather(h) @ w_shard_n.T
     dx [s/W, b, K], dgamma [K], dbeta [K] = the norm's gradients at dh = reduce_scatter(dy @ w_shard_n)
 
-TransformerEngine's own norm modules reach the same kernels through its op fuser, which takes a third of a millisecond of host time
-in backward alone. RMSNorm has no beta and no mean.
+TransformerEngine's own norm modules reach the same kernels through its op fuser, which takes a third of a millisecond of host
+time in backward alone. RMSNorm has no beta and no mean.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def norm_all_gather_linear(
     """(y, h or None) of x by the norm of `linear` and all_gather_linear, whose arguments the others are. h: with wants_h."""
     gamma, beta = linear.layer_norm_weight, linear.layer_norm_bias
     if gamma.requires_grad and not x_shard_m.requires_grad and torch.is_grad_enabled():
-        x_shard_m = x_shard_m.detach().requires_grad_()  # the plan is that of a product whose operand, h, gets a gradient
+        x_shard_m = (
+            x_shard_m.detach().requires_grad_()
+        )  # the plan is that of a product whose operand, h, gets a gradient
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
     y, *h = _apply_norm_all_gather(x_shard_m, w_shard_n, gamma, beta, linear.overlap.norm, op, wants_h)
     return y if bias is None else y + bias, h[0] if h else None
@@ -137,9 +139,7 @@ class _NormAllGatherLinear(torch.autograd.Function):
         linear, (wants_dx, wants_dw, *wants_norm) = ctx.linear, ctx.needs_input_grad[:4]
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         operand = operand if operand is None else as_rows(operand)
-        dh_shard_m = column_backward(
-            linear, as_rows(dy_shard_n), operand, w_shard_n, dw, wants_dx or any(wants_norm)
-        )
+        dh_shard_m = column_backward(linear, as_rows(dy_shard_n), operand, w_shard_n, dw, wants_dx or any(wants_norm))
         dx = dgamma = dbeta = None
         if dh_shard_m is not None:
             dh_shard_m = dh_shard_m if dh is None else dh_shard_m + as_rows(dh)

@@ -70,9 +70,9 @@ class Plan:
         choices=VARIANTS,
     )
     weight_gradient_fusion: str = option(
-        "ours",
-        "which linears add weight gradients into the fp32 buffer inside the GEMM: ours only, or Megatron's too",
-        choices=("ours", "both"),
+        "on",
+        "whether linears add weight gradients into the fp32 buffer inside the GEMM, on all sides",
+        choices=("on", "off"),
     )
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
     peak_tflops: float = option(0.0, "MFU is against this; 0: the data sheet's dense bf16 figure")
@@ -99,6 +99,7 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
         overlap = read_config(args)
     assert overlap is not None
     plan = from_args(Plan(), args)
+    overlap = replace(overlap, main_grad="accumulate" if plan.weight_gradient_fusion == "on" else "off")
     few = [FEW_LAYERS[model] // (2 if plan.cp > 1 else 1) or 1 for model in plan.model]  # Ulysses leaves weights whole
     plan = replace(
         plan,
@@ -136,6 +137,6 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         lr_warmup_iters=20,
         lora=plan.lora,
         deterministic=int(plan.deterministic),
-        gradient_accumulation_fusion=plan.weight_gradient_fusion == "both",
+        gradient_accumulation_fusion=plan.weight_gradient_fusion == "on",
     )
     return resolve(settings, ranks)

@@ -16,7 +16,6 @@ from itertools import islice
 from unittest.mock import patch
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import layers, mappings
 
 import overlap_train
@@ -44,10 +43,6 @@ class Variant:
         self.data = data
         build = partial(transformer_engine.build, name) if name.startswith("te") else build_model
         self.trainer = Trainer(settings, build(settings, config, data[0]["tokens"].device))
-        # Whether the linears add weight gradients into main_grad inside the GEMM.
-        self.adds_in_place = (
-            settings.gradient_accumulation_fusion if config is None else config.main_grad == "accumulate"
-        )
         self.totals: list[torch.Tensor] = []  # (Σ nats, Σ bytes) of each step
         self.step_ms: list[float] = []  # of each round
         self.passes_ms = 0.0  # forward and backward, without the optimizer
@@ -62,9 +57,9 @@ class Variant:
         """Gradients of the first global batch; weights stay as they are."""
         self.trainer.forward_backward(iter(self.micro_batches(0)))
 
-    def forward_backward_alone(self, adds_in_place: bool, _: int = 0) -> None:
-        """As forward_backward, without communication; of Megatron-Core's linears. adds_in_place: as that of another variant."""
-        with without_communication(self.trainer.bare, adds_in_place):
+    def forward_backward_alone(self, _: int = 0) -> None:
+        """As forward_backward, without communication; of Megatron-Core's linears."""
+        with without_communication():
             self.forward_backward()
 
     def micro_batches(self, step: int) -> Sequence[Batch]:
@@ -103,7 +98,7 @@ class Comparison:
 
     def time_passes(self) -> None:
         """Time forward and backward, in turns. What a variant exposes is how much longer they take than with Megatron-Core's
-        linears without communication, which then add weight gradients as the variant's do.
+        linears without communication.
 
         Unknown of TransformerEngine's modules, which cannot run without, of Ulysses, whose exchanges move data that the next GEMM
         needs, and of a graph, since host time would show.
@@ -111,13 +106,12 @@ class Comparison:
         calls = {name: variant.forward_backward for name, variant in self.variants.items()}
         megatron = None if self.settings.cp > 1 else self.variants.get("megatron")
         if megatron is not None:
-            for adds_in_place in {variant.adds_in_place: None for variant in self.variants.values()}:
-                calls[f"alone {adds_in_place}"] = partial(megatron.forward_backward_alone, adds_in_place)
+            calls["alone"] = megatron.forward_backward_alone
         timings = measure(calls, Pace(3 if self.plan.quick else 5, EXPOSED_BURST), self.world.group, self.world.device)
         for name, variant in self.variants.items():
             variant.passes_ms = timings[name].ms
             if megatron is not None and not is_graph(name) and not name.startswith("te"):
-                variant.exposed_ms = variant.passes_ms - timings[f"alone {variant.adds_in_place}"].ms
+                variant.exposed_ms = variant.passes_ms - timings["alone"].ms
 
     def close(self) -> None:
         """Free everything: the next model has symmetric memory of its own."""
@@ -142,19 +136,16 @@ def config_of(name: str, overlap: OverlapConfig) -> OverlapConfig | None:
 
 
 @contextmanager
-def without_communication(model: GPTModel, adds_in_place: bool) -> Iterator[None]:
+def without_communication() -> Iterator[None]:
     """Let Megatron's linears compute without the collectives of tensor parallelism: results are wrong, times are right.
 
     What was gathered or scattered earlier stays in the buffers, so that GEMMs have numbers of the usual size: a GPU multiplies
-    zeros faster. adds_in_place: whether weight gradients are added into main_grad inside the GEMM.
+    zeros faster.
     """
     with ExitStack() as patches:
         for module in (layers, mappings):
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
                 patches.enter_context(patch.object(module, name, lambda *_, **__: _Done()))
-        for linear in model.modules():
-            if isinstance(linear, layers.ColumnParallelLinear | layers.RowParallelLinear):
-                patches.enter_context(patch.object(linear, "gradient_accumulation_fusion", adds_in_place))
         yield
 
 

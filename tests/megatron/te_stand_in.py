@@ -163,7 +163,9 @@ class _NormKernels(ModuleType):
     def rmsnorm_bwd(self, dh: Any, x: Any, scale: Any, gamma: Any, margin: int, zero_centered: bool) -> Any:
         return self._gradients(dh, x, torch.zeros(len(x)), scale, gamma, None, zero_centered)
 
-    def layernorm_bwd(self, dh: Any, x: Any, mean: Any, scale: Any, gamma: Any, margin: int, zero_centered: bool) -> Any:
+    def layernorm_bwd(
+        self, dh: Any, x: Any, mean: Any, scale: Any, gamma: Any, margin: int, zero_centered: bool
+    ) -> Any:
         return self._gradients(dh, x, mean, scale, gamma, torch.zeros_like(gamma), zero_centered)
 
     def _scale(self, x: Any, mean: Any) -> Any:
