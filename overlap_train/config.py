@@ -74,6 +74,12 @@ class OverlapConfig:
         "accumulate: add the weight gradient into weight.main_grad where the weight has one; off: return it",
         ("accumulate", "off"),
     )
+    fp8: str = _setting(
+        "off",
+        "multiply in fp8 and gather one byte an element, with one scale for each tensor (tensorwise): inputs and weights in "
+        "e4m3, gradients in e5m2. Not the output layer",
+        ("off", "tensorwise"),
+    )
     provider: str = _setting(
         "auto",
         "symmetric memory: nvshmem (GPUs), torch (GPUs of one node), host (CPU processes); auto: host on CPUs, nvshmem "

@@ -15,6 +15,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -185,7 +187,7 @@ def all_gather_linear(
     if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
-    y_shard_n = _apply_all_gather(x_shard_m, w_shard_n, op)
+    y_shard_n = (_apply_all_gather if op.plan.amax is None else _in_fp8().apply_all_gather)(x_shard_m, w_shard_n, op)
     return y_shard_n if bias is None else y_shard_n + bias
 
 
@@ -223,7 +225,9 @@ def linear_reduce_scatter(
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    y_shard_m = _apply_reduce_scatter(x_shard_k, w_shard_k, op)
+    y_shard_m = (_apply_reduce_scatter if op.plan.amax is None else _in_fp8().apply_reduce_scatter)(
+        x_shard_k, w_shard_k, op
+    )
     return y_shard_m if bias is None else y_shard_m + bias
 
 
@@ -281,6 +285,10 @@ class _LinearReduceScatter(torch.autograd.Function):
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         dx_shard_k = row_backward(linear, as_rows(dy_shard_m), lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)
         return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+
+
+def _in_fp8() -> ModuleType:
+    return import_module("..fp8.linear", __name__)
 
 
 _apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

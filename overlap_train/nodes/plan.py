@@ -90,7 +90,7 @@ def network_chunks_of(how: Method, pass_: Pass, device: System | torch.device, n
     system, local = System.of(device), pass_.world // nodes
     if how.chunks or system.type != "cuda" or not how.pushes:
         return chunks_of(how, pass_, system)
-    row_bytes, m_shard = pass_.row_features * pass_.dtype.itemsize, max(1, pass_.m // pass_.world)
+    row_bytes, m_shard = pass_.row_bytes, max(1, pass_.m // pass_.world)
     # One is multiplied while the next is on its way.
     products = _most_products(how, pass_, local, system.sms)
     return chunk_count(m_shard, row_bytes, True, max(1, min(_MOST_CHUNKS, products)), SHORTEST_COPY)

@@ -16,6 +16,7 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
+from .product import Right, multiply
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 class AllGatherGemm:
     """x [M, K] on its way: row block s comes from rank s."""
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: Right) -> torch.Tensor:
         """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
-        return torch.mm(self.gathered_view(), b_kn)
+        return multiply(self.gathered_view(), b_kn)
 
     def keep_own(self, beside: EnginePlan) -> None:
         """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
@@ -72,16 +73,16 @@ class ChunkedAllGatherGemm(AllGatherGemm):
         self._call.next_epoch()
         self._domain.engine.push(self._own, self._call.routes(self._plan.transfers))
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: Right) -> torch.Tensor:
         # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd
         # refuses for views that were made inside an autograd function.
         world, m_shard, n = self._domain.world_size, self._own.shape[0], b_kn.shape[1]
-        y = self._own.new_empty(world * m_shard, n)
+        y = self._own.new_empty(world * m_shard, n, dtype=self._plan.dtype)
         blocks = y.view(world, m_shard, n)  # unflatten takes 2 us more
-        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+        multiply(self._own, b_kn, blocks[self._domain.rank])
         for source in self._plan.sources:
             self._call.wait(source)
-            torch.mm(self._call.blocks[source], b_kn, out=blocks[source])
+            multiply(self._call.blocks[source], b_kn, blocks[source])
         self._arrived = True
         return y
 

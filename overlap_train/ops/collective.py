@@ -23,6 +23,8 @@ def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup)
 
     As dist.all_gather_into_tensor, which checks in Python what engines know: 2.3 microseconds.
     """
+    if whole.itemsize == 1:  # backends know no fp8
+        whole, own = whole.view(torch.uint8), own.view(torch.uint8)
     return _run(group._allgather_base, AllgatherOptions, whole, own, should_run_async(whole))
 
 

@@ -21,6 +21,7 @@ from ..group.slots import Call
 from . import collective as collectives
 from . import launch, low_latency
 from .launch import aligned
+from .product import Right, multiply
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -37,11 +38,9 @@ class GemmReduceScatter(ABC):
 class CollectiveGemmReduceScatter(GemmReduceScatter):
     """One GEMM, then NCCL or gloo; a long one (`should_run_async`) runs beside what the caller does before `finish`."""
 
-    def __init__(
-        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
-    ) -> None:
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: Right) -> None:
         domain.collective_calls.enter(tag)
-        self._partial = torch.mm(a_mk, b_kn)
+        self._partial = multiply(a_mk, b_kn)
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
         self._work = collectives.reduce_scatter(self._y, self._partial, domain.group)
 
@@ -54,22 +53,21 @@ class CollectiveGemmReduceScatter(GemmReduceScatter):
 class ChunkedGemmReduceScatter(GemmReduceScatter):
     """A library GEMM for each destination's rows, pushed as it ends; the reduction is a pass of its own."""
 
-    def __init__(
-        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: torch.Tensor
-    ) -> None:
+    def __init__(self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, a_mk: torch.Tensor, b_kn: Right) -> None:
         self._domain, self._plan, self._tag, self._a, self._b = domain, plan, tag, a_mk, b_kn
         self._start()
 
     def _start(self) -> None:
         domain, world, (m, k) = self._domain, self._domain.world_size, self._a.shape
-        self._partials = self._a.new_empty(world, m // world, self._b.shape[1])  # block d: rows of rank d
-        self._call = domain.workspace.open(self._partials.shape[1:], self._a.dtype, self._tag)
+        dtype = self._plan.dtype
+        self._partials = self._a.new_empty(world, m // world, self._b.shape[1], dtype=dtype)  # block d: rows of rank d
+        self._call = domain.workspace.open(self._partials.shape[1:], dtype, self._tag)
         self._call.next_epoch()
         rows = self._a.view(world, m // world, k)  # strided or expanded, too; unflatten takes 2 us more
         for target, transfers in self._plan.transfers.by_target:
-            torch.mm(rows[target], self._b, out=self._partials[target])
+            multiply(rows[target], self._b, self._partials[target])
             domain.engine.push(self._partials, self._call.routes(transfers))
-        torch.mm(rows[domain.rank], self._b, out=self._partials[domain.rank])
+        multiply(rows[domain.rank], self._b, self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank])
@@ -105,7 +103,7 @@ class LowLatencyGemmReduceScatter(ChunkedGemmReduceScatter):
     """One library GEMM; then, after what the caller does meanwhile, one kernel that sends and adds."""
 
     def _start(self) -> None:
-        self._partial = torch.mm(self._a, self._b)
+        self._partial = multiply(self._a, self._b)
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.sm_margin)

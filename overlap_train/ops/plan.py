@@ -36,6 +36,7 @@ from .launch import MOST_DIRECT_PEERS
 from .spec import OperatorSpec, shapes_of
 from .table import TABLE
 
+NUMBER = 4  # bytes of what ranks tell each other of an amax
 SERIALISING = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 
 
@@ -45,6 +46,7 @@ class EnginePlan:
 
     variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own.
     chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive.
+    dtype: of the product.
     concurrent_sms: that what another group sends holds meanwhile. beside_wgrad: a weight gradient is multiplied while its result
     leaves.
     """
@@ -57,6 +59,7 @@ class EnginePlan:
     chunks: int
     transfers: Transfers
     sources: tuple[int, ...]
+    dtype: torch.dtype
     concurrent_sms: int = 0
     beside_wgrad: bool = False
 
@@ -134,14 +137,24 @@ class Planner:
         tile = portable_tile(pass_.dtype, device) if kernels == PORTABLE else HOPPER_TILE
         how, order = choice.how, sources(self.topology, kind)
         transfers = transfers_of(kind, self.topology, chunks, tiled=how.name == "fused")
-        return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order)
+        return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order, pass_.dtype)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
         """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
         beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
         transfers = transfers_of(fprop.kind, self.topology, chunks=1)
-        return EnginePlan(fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources)
+        return EnginePlan(
+            fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources, fprop.dtype
+        )
+
+    def numbers(self, fprop: EnginePlan, device: torch.device) -> EnginePlan:
+        """How each rank sends one number to all others."""
+        method = "collective" if fprop.method == "collective" else LOW_LATENCY if device.type == "cuda" else "chunked"
+        order, transfers = sources(self.topology, Kind.AG_GEMM), transfers_of(Kind.AG_GEMM, self.topology, chunks=1)
+        return EnginePlan(
+            Kind.AG_GEMM, "for amax", Method(method), LIBRARY, fprop.tile, 1, transfers, order, torch.float32
+        )
 
     def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """An exchange alone, beside a product of another group."""
@@ -164,6 +177,8 @@ def planner_of(topology: Topology, config: OverlapConfig) -> Planner:
 def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not choice.how.multiplies:
         return LIBRARY
+    if pass_.fp8:
+        raise NotImplementedError
     readable = all(tma_reads(device, pass_.dtype, *cols) for cols in ((pass_.k, pass_.n), (pass_.row_features, 0)))
     if w.dim() != 2 or not readable or not tma_reads_weight(w):
         return PORTABLE
@@ -177,6 +192,8 @@ class Plan:
 
     dgrad_alone: the input gradient where no weight gradient is wanted: nothing of it is held back. wgrad: how the weight
     gradient's operand is sent again; None where it need not be.
+
+    amax: in fp8, how ranks tell each other the largest elements of what is gathered.
 
     Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
     send all their partials instead.
@@ -192,6 +209,7 @@ class Plan:
     dtype: torch.dtype
     gather: EnginePlan | None = None
     one_shot: bool = False
+    amax: EnginePlan | None = None
 
 
 def make_plan(
@@ -200,7 +218,8 @@ def make_plan(
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
     device, world = x.device, topology.world
     n, k = w.shape[:1].numel(), w.shape[-1:].numel()
-    first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world)
+    fp8 = config.fp8 != "off"
+    first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world, fp8)
     planner = planner_of(topology, config)
     if spec.replicated:
         return _all_reducing(spec, config, planner, first, x, w)
@@ -219,14 +238,19 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
+    amax = planner.numbers(fprop, device) if fp8 else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
+    how += f", fp8={config.fp8}" * fp8
     methods, received = {one.method for one in (fprop, dgrad, wgrad) if one is not None}, spec.slot_bytes(x, w, world)
+    words = received if LOW_LATENCY in methods else 0
+    if amax is not None and amax.method == LOW_LATENCY:
+        words = max(words, NUMBER * world)
     request = Request(
         spec.name, shapes_of(x, w), how=how,
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
-        flagged_bytes=flagged_bytes(received, world) if LOW_LATENCY in methods else 0,
+        flagged_bytes=flagged_bytes(words, world),
     )  # fmt: skip
-    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype)
+    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype, amax=amax)
 
 
 def _all_reducing(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
 
+import torch
+
 from ..cache import BoundedCache
 from ..config import flag_name
 from ..group.domain import OverlapDomain
@@ -48,6 +50,7 @@ class _BackwardScopes(dict[tuple[bool, bool], Scope]):
         (wants_dx, wants_dw), plan, tags = wanted, self._op.plan, self._op.tags
         wgrad = plan.wgrad if wants_dw else None
         slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
+        slots += 0 if plan.amax is None else plan.amax.slots * plan.dgrad.kind.receives
         gathers = wgrad is not None or not plan.spec.sends_input
         begins_with_barrier = wants_dx and plan.dgrad.variant.barrier_first and gathers
         scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
@@ -75,13 +78,22 @@ class PlannedOp:
         ranges = [f"{short}/{pass_}" for pass_ in passes]
         fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in passes[:3])
         self.tags = PassTags(fprop, dgrad, wgrad, ranges)
-        forward = domain.operator(fprop, plan.fprop.slots, plan.fprop.variant.barrier_first, ranges[0])
+        exchanges = 0 if plan.amax is None else plan.amax.slots
+        slots = plan.fprop.slots + exchanges * plan.fprop.kind.receives
+        forward = domain.operator(fprop, slots, plan.fprop.variant.barrier_first, ranges[0])
         self.forward = self.timed(forward, fprop)
         self.backward = _BackwardScopes(self)
         if plan.gather is not None:
             self.gather = domain.operator(wgrad, plan.gather.slots, shown_as=ranges[2])
-        for tag in (dgrad, wgrad):
+        self._amax = Tag(f"{name}/amax", what)
+        for tag in (dgrad, wgrad, self._amax):
             domain.fault.register(tag)
+
+    def of_all_ranks(self, number: torch.Tensor) -> torch.Tensor:
+        """number [1] of every rank -> [W]. Inside of the scope of a pass that gathers, before it does."""
+        assert self.plan.amax is not None
+        whole: torch.Tensor = self.plan.amax.start(self.domain, self._amax, number.view(1, 1)).gathered_copy()
+        return whole.view(-1)
 
     def timed(self, scope: Scope, tag: Tag) -> Scope:
         """The scope of a pass, timed in an autotune run. tag: of the pass."""

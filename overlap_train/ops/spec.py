@@ -122,6 +122,23 @@ class OperatorSpec:
             )
         return None
 
+    def fp8_error(self, x: torch.Tensor, w: torch.Tensor, world_size: int, nodes: int, name: str) -> str | None:
+        """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear."""
+        off = "use fp8='off' for it (--overlap-train-fp8)"
+        if self.replicated or self.fprop.exchanges or not self.multiplies:
+            return f"{name}: {self.name} with fp8: it multiplies in the dtype of its input only; {off}"
+        if nodes > 1:
+            return (
+                f"{name}: fp8 in a group of {nodes} nodes: operands with one byte an element stay inside a node; {off}"
+            )
+        rows = self.global_rows(x, world_size)
+        if rows % 16 or w.shape[0] % 16 or w.shape[1] % 16:
+            return (
+                f"{name}: fp8 with {rows} rows of all ranks and {self.w_name} {tuple(w.shape)}: tensor cores want multiples of "
+                f"16 of them in fp8; pad them, or {off}"
+            )
+        return None
+
     @property
     def _has_all_rows(self) -> bool:
         """Whether x has the rows of all ranks."""

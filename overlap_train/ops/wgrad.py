@@ -12,9 +12,12 @@ torch.autograd.grad, it is returned, and the mark taken away: data parallelism t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+
+from .product import Fp8Matrix
 
 
 class WeightGradient:
@@ -42,6 +45,13 @@ class WeightGradient:
         else:
             for part, dy_part, x_part in _parts(target, dy, x):
                 accumulate(part, dy_part, x_part)
+
+    def add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix) -> None:
+        """Add the product in fp8 of dy_nm [N, M], dy's transpose, and x [M, K]: all that there is."""
+        if self._target is None:
+            self._dw = x.multiply(dy_nm)
+        else:
+            self._target.add_(replace(x, dtype=torch.float32).multiply(dy_nm))
 
     def result(self) -> torch.Tensor | None:
         """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""

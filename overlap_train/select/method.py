@@ -17,7 +17,7 @@ low_latency serves short gathers and scatters only (`serving`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -48,7 +48,7 @@ class Pass:
     gemm_a2a  GEMM + A2A       [m/W, k] @ [k, n]             [m/W, n/W]
 
     "scatter, wgrad" is a column linear's dgrad, whose reduce-scatter may run under the weight gradient that comes after it.
-    m: global rows.
+    m: global rows. dtype: of the result. fp8: both operands have one byte an element.
     """
 
     kind: Kind
@@ -57,11 +57,12 @@ class Pass:
     k: int
     dtype: torch.dtype
     world: int
+    fp8: bool = False
 
     @property
     def dgrad(self) -> Pass:
         """The dgrad that goes with this fprop: dy [m, n] @ b.T [n, k], by the other engine."""
-        return Pass(self.kind.dgrad, self.m, self.k, self.n, self.dtype, self.world)
+        return replace(self, kind=self.kind.dgrad, n=self.k, k=self.n)
 
     @property
     def rows(self) -> int:
@@ -75,14 +76,20 @@ class Pass:
         return features // self.world if self.kind.exchanges else features
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of a block that a peer sends: of an operand, or of partial sums."""
+        return self.row_features * (1 if self.fp8 and self.kind.receives else self.dtype.itemsize)
+
+    @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends to all others."""
-        return (self.world - 1) / self.world * self.m * self.row_features * self.dtype.itemsize
+        return (self.world - 1) / self.world * self.m * self.row_bytes
 
     @property
     def bucket(self) -> Bucket:
         """Passes with the same bucket share a measurement: sizes within a factor of 1.5 of each other."""
-        return self.kind, dtype_name(self.dtype), self.world, rounded_up(self.m), rounded_up(self.n), rounded_up(self.k)
+        dtype = dtype_name(self.dtype) + "/fp8" * self.fp8
+        return self.kind, dtype, self.world, rounded_up(self.m), rounded_up(self.n), rounded_up(self.k)
 
     def __str__(self) -> str:
         return f"M={self.m} N={self.n} K={self.k}"
@@ -184,6 +191,6 @@ def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
 
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
     """Those of the given methods that serve a pass: all, but for low_latency where it does not."""
-    received = pass_.m * pass_.row_features * pass_.dtype.itemsize
+    received = pass_.m * pass_.row_bytes
     serves = refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None
     return [method for method in methods if method != LOW_LATENCY or serves]

@@ -88,7 +88,7 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
         return chunk_count(m_shard, 1, on_gpu, 8, SHORTEST_DIRECT, spare)
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
     most = 8 if pass_.kind.sums_blocks else 4
-    return chunk_count(m_shard, pass_.row_features * pass_.dtype.itemsize, on_gpu, most, may_cost=spare)
+    return chunk_count(m_shard, pass_.row_bytes, on_gpu, most, may_cost=spare)
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
         if not plain.pushes:
             return [plain]
         rows = pass_.m // pass_.world
-        most = rows * pass_.row_features * pass_.dtype.itemsize // _SHORTEST_MESSAGE if system.type == "cuda" else rows
+        most = rows * pass_.row_bytes // _SHORTEST_MESSAGE if system.type == "cuda" else rows
         fits = [count for count in CHUNK_COUNTS if count <= max(1, most) and equal_chunks(rows, count) == count]
         return [plain, *(replace(plain, chunks=count) for count in fits)]
     cuts = plain.cuts and chunks_of(plain, pass_, system) > 1

@@ -1,0 +1,140 @@
+"""Column and row linears in fp8: their passes and autograd functions; see ../linear.py for those of other dtypes.
+
+    y = x8 @ w8.T * x_inverse * w_inverse           e4m3 by e4m3
+    dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 by e4m3
+    dw = dy8.T @ x8 * dy_inverse * x_inverse        e5m2 by e4m3
+
+What is gathered has one byte an element, and one scale for the shards of all ranks: the largest element of any of them decides.
+Partial sums stay in the dtype of the input, as do results. Tensor cores want both operands along the contraction. So backward
+multiplies transposed copies: of the weight, of its own gradient, and of what it has gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..group.domain import profiled
+from ..linear import applied, as_rows, as_sequence, once_differentiable
+from ..ops.planned import PlannedOp
+from ..ops.product import Fp8Matrix
+from ..ops.wgrad import WeightGradient
+from .quantize import FORWARD, GRADIENT, largest, quantized, transposed
+
+
+def column_forward(
+    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(y_shard_n [M, N/W], what backward wants: x8 [M, K] if it is kept, else the shard; its inverse; the largest of w)."""
+    plan, tags, w_amax = linear.plan, linear.tags, largest(w_shard_n)
+    with linear.forward:
+        x8 = quantized(x_shard_m, linear.of_all_ranks(largest(x_shard_m)), FORWARD)
+        gather = plan.fprop.start(linear.domain, tags.fprop, x8.rows)
+        w8 = quantized(w_shard_n, w_amax, FORWARD)  # under the gather
+        y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True))
+        return y_shard_n, (gather.gathered_copy() if linear.keeps else x8.rows, x8.inverse, w_amax)
+
+
+def column_backward(
+    linear: PlannedOp, dy_shard_n: torch.Tensor, saved: tuple[torch.Tensor, ...], w_shard_n: torch.Tensor,
+    dw: WeightGradient | None, wants_dx: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """dx_shard_m [M/W, K], or None. saved: by column_forward. dw: gets the weight gradient; None: it is not wanted."""
+    domain, plan, tags, (x8, x_inverse, w_amax) = linear.domain, linear.plan, linear.tags, saved
+    dx_shard_m = scatter = gather = None
+    with linear.backward[wants_dx, dw is not None]:
+        if dw is not None and plan.wgrad is not None:
+            gather = plan.wgrad.start(domain, tags.wgrad, x8)
+        dy8 = quantized(dy_shard_n, largest(dy_shard_n), GRADIENT, wants_dx, dw is not None)
+        if wants_dx:
+            dgrad = plan.dgrad_alone if dw is None else plan.dgrad
+            w8 = quantized(w_shard_n, w_amax, FORWARD, rows=False, columns=True)
+            scatter = dgrad.start(
+                domain, tags.dgrad, dy8.rows, Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype)
+            )
+            if gather is not None:
+                gather.keep_own(dgrad)
+        if dw is not None:
+            x8 = transposed(x8 if gather is None else gather.gathered_view())
+            with profiled(tags.ranges[2]):
+                dw.add_scaled(dy8.columns, Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype))
+        if scatter is not None:
+            dx_shard_m = scatter.finish()
+    return dx_shard_m
+
+
+def row_forward(
+    linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, trains: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """(y_shard_m [M/W, N], what backward wants: x8 [K/W, M], if the weight `trains`; its inverse; the largest of w)."""
+    plan, w_amax = linear.plan, largest(w_shard_k)
+    with linear.forward:
+        x8 = quantized(x_shard_k, largest(x_shard_k), FORWARD, columns=trains)
+        w8 = quantized(w_shard_k, w_amax, FORWARD)
+        right = Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True)
+        y_shard_m = plan.fprop.start(linear.domain, linear.tags.fprop, x8.rows, right).finish()
+        return y_shard_m, (x8.columns, x8.inverse, w_amax)
+
+
+def row_backward(
+    linear: PlannedOp, dy_shard_m: torch.Tensor, saved: tuple[torch.Tensor, ...], w_shard_k: torch.Tensor,
+    dw: WeightGradient | None, wants_dx: bool,
+) -> torch.Tensor | None:  # fmt: skip
+    """dx_shard_k [M, K/W], or None. saved: by row_forward. dw: gets the weight gradient; None: it is not wanted."""
+    domain, plan, tags, dx_shard_k, (x8, x_inverse, w_amax) = linear.domain, linear.plan, linear.tags, None, saved
+    with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
+        dy8 = quantized(dy_shard_m, linear.of_all_ranks(largest(dy_shard_m)), GRADIENT)
+        gather = plan.dgrad.start(domain, tags.dgrad, dy8.rows)
+        if wants_dx:
+            w8 = quantized(w_shard_k, w_amax, FORWARD, rows=False, columns=True)
+            dx_shard_k = gather.matmul(Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype))
+            if dw is not None:
+                gather.keep_own(plan.dgrad)
+        if dw is not None:
+            with profiled(tags.ranges[2]):
+                dw.add_scaled(transposed(gather.gathered_view()), Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype))
+    return dx_shard_k
+
+
+class _AllGatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n)
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in ../linear.py
+        ctx.save_for_backward(*saved, w_shard_n)
+        return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        return _backward(ctx, column_backward, dy_shard_n)
+
+
+class _LinearReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+        y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, ctx.needs_input_grad[1])
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
+        ctx.save_for_backward(*saved, w_shard_k)
+        return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        return _backward(ctx, row_backward, dy_shard_m)
+
+
+def _backward(
+    ctx: Any, of_rows: Callable[..., torch.Tensor | None], dy: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    """(dx, dw, None) by the backward pass `of_rows`."""
+    *saved, w = ctx.saved_tensors
+    linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+    dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+    dx = of_rows(linear, as_rows(dy), saved, w, dw, wants_dx)
+    return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+
+
+apply_all_gather, apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

@@ -1,0 +1,43 @@
+"""The library's product of an engine: torch.mm, or of operands with one byte an element torch's scaled one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Fp8Matrix:
+    """The right operand b [K, N] of a product in fp8, and both scales: a @ b = (a8 @ b8) * a_inverse * b_inverse.
+
+    b_nk: [N, K], contiguous: both operands lie along the contraction, as tensor cores want them. a_inverse, b_inverse: fp32 [1].
+    dtype: of the product. fast: sum in fewer bits than fp32, as forward passes do.
+    """
+
+    b_nk: torch.Tensor
+    a_inverse: torch.Tensor
+    b_inverse: torch.Tensor
+    dtype: torch.dtype
+    fast: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.b_nk.shape[1], self.b_nk.shape[0]
+
+    def multiply(self, a_mk: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """a_mk [M, K] @ b [K, N] -> [M, N]. CPUs multiply the same numbers in fp32."""
+        if a_mk.is_cuda:
+            how = dict(scale_a=self.a_inverse, scale_b=self.b_inverse, out_dtype=self.dtype, use_fast_accum=self.fast)
+            out = a_mk.new_empty(a_mk.shape[0], self.shape[1], dtype=self.dtype) if out is None else out
+            return torch._scaled_mm(a_mk, self.b_nk.t(), **how, out=out)
+        product = a_mk.float() @ self.b_nk.t().float() * (self.a_inverse * self.b_inverse)
+        return product.to(self.dtype) if out is None else out.copy_(product)
+
+
+Right = torch.Tensor | Fp8Matrix
+
+
+def multiply(a_mk: torch.Tensor, b_kn: Right, out: torch.Tensor | None = None) -> torch.Tensor:
+    """a_mk [M, K] @ b_kn [K, N] -> [M, N]."""
+    return b_kn.multiply(a_mk, out) if isinstance(b_kn, Fp8Matrix) else torch.mm(a_mk, b_kn, out=out)

@@ -1,0 +1,144 @@
+"""Linears in fp8 between real processes: exactly on integers, against fp64 of the same rounded operands, and refusals."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap_train import (
+    OverlapConfig,
+    all_gather_linear,
+    all_to_all_linear,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    shutdown,
+)
+from tests.linear_cases import Case, column, row
+from tests.processes import run_ranks, values
+
+CPU = torch.device("cpu")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = (((16,), 32, 48), ((8, 2), 64, 32), ((4, 2, 2), 16, 16))
+
+
+def _case(method: str, dtype: torch.dtype, **settings: Any) -> Case:
+    config = OverlapConfig(method=method, fp8="tensorwise", timeout_s=30.0, **settings)
+    return Case(dist.group.WORLD, CPU, config, dtype)
+
+
+def _exactly(rank: int, world: int, method: str, settings: dict[str, Any]) -> int:
+    case = _case(method, torch.bfloat16, **settings)
+    for seed, shape in enumerate(SHAPES):
+        column(case, *shape, seed=seed, bias=seed == 1)
+        row(case, *shape, seed=seed, bias=seed == 1)
+    shutdown()
+    return len(SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("method", "world", "settings"),
+    [("chunked", 3, {}), ("chunked", 2, {"gathered_input": "keep"}), ("collective", 2, {}), ("auto", 4, {})],
+)
+def test_integers_exactly(method: str, world: int, settings: dict[str, Any]) -> None:
+    assert values(run_ranks(world, _exactly, method, settings, limit_s=60)) == [3] * world
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What x is after it was scaled by its largest element and rounded to fp8, in fp64."""
+    scale = torch.finfo(dtype).max / x.abs().max()
+    return (x * scale).to(dtype).double() / scale.double()
+
+
+def _unequal_shards(rank: int, world: int, keeps: bool) -> dict[str, float]:
+    """The largest error of each result against fp64 of the whole operands, rounded as one tensor where they are gathered. Shards
+    differ in size: a rank that took its own scale would be wrong by far."""
+    case = _case("chunked", torch.float32, gathered_input="keep" if keeps else "regather")
+    sizes = torch.tensor([4.0**other for other in range(world)])
+    random = torch.Generator().manual_seed(3)
+    x, w, dy = (torch.randn(*shape, generator=random) for shape in ((32, 48), (32 * world, 48), (32, 32 * world)))
+    x = x * sizes.repeat_interleave(32 // world)[:, None]
+    mine, errors = (lambda full, dim: full.chunk(world, dim)[rank]), {}
+
+    def note(what: str, found: torch.Tensor, right: torch.Tensor) -> None:
+        errors[what] = float((found.double() - right).abs().max() / right.abs().max())
+
+    x_leaf, w_leaf, gradient = case.mine(x, 0), case.mine(w, 0), mine(dy, 1)
+    w_leaf.main_grad = torch.ones_like(w_leaf)
+    y = all_gather_linear(x_leaf, w_leaf, group=case.group, config=case.config)
+    y.backward(gradient)
+    x8, w8s, dy8s = (
+        rounded(x, E4M3),
+        [rounded(s, E4M3) for s in w.chunk(world)],
+        [rounded(s, E5M2) for s in dy.chunk(world, 1)],
+    )
+    note("column y", y.detach(), x8 @ w8s[rank].t())
+    note("column dx", x_leaf.grad, mine(sum(a @ b for a, b in zip(dy8s, w8s, strict=True)), 0))  # type: ignore[arg-type]
+    note("column dw", w_leaf.main_grad - 1, dy8s[rank].t() @ x8)
+    # row: x of other features a rank, dy of other rows
+    x, w, dy = x.t().contiguous(), w.t().contiguous(), torch.randn(48, 48, generator=random)
+    dy, w = dy * sizes.repeat_interleave(48 // world)[:, None], torch.randn(48, 32, generator=random)
+    x_leaf, w_leaf = case.mine(x, 1), case.mine(w, 1)
+    y = linear_reduce_scatter(x_leaf, w_leaf, group=case.group, config=case.config)
+    y.backward(mine(dy, 0))
+    x8s, w8s, dy8 = (
+        [rounded(s, E4M3) for s in x.chunk(world, 1)],
+        [rounded(s, E4M3) for s in w.chunk(world, 1)],
+        rounded(dy, E5M2),
+    )
+    note("row y", y.detach(), mine(sum(a @ b.t() for a, b in zip(x8s, w8s, strict=True)), 0))  # type: ignore[arg-type]
+    note("row dx", x_leaf.grad, dy8 @ w8s[rank])
+    note("row dw", w_leaf.grad, dy8.t() @ x8s[rank])
+    return errors
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_gathered_has_one_scale(keeps: bool) -> None:
+    for errors in values(run_ranks(2, _unequal_shards, keeps, limit_s=60)):
+        assert len(errors) == 6 and max(errors.values()) < 1e-5, errors
+
+
+def _strange_numbers(rank: int, world: int) -> list[bool]:
+    """Zeros give zeros. What is no number, or infinite, on one rank shows on all of them."""
+    case, found = _case("chunked", torch.float32), []
+    w = torch.ones(16, 16)
+    for strange in (0.0, torch.inf, torch.nan):
+        x = torch.zeros(16, 16) + (strange if rank == 1 else 0.0)
+        y = all_gather_linear(x, w, group=case.group, config=case.config)
+        found.append(bool(y.eq(0).all()) if strange == 0 else bool(y.isnan().all()))
+    return found
+
+
+def test_strange_numbers() -> None:
+    assert values(run_ranks(2, _strange_numbers, limit_s=60)) == [[True] * 3] * 2
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    case, said = _case("chunked", torch.float32), []
+    calls = (
+        lambda: all_gather_linear(torch.ones(4, 16), torch.ones(16, 16), group=case.group, config=case.config),
+        lambda: all_gather_linear(torch.ones(16, 16), torch.ones(24, 16), group=case.group, config=case.config),
+        lambda: linear_all_reduce(torch.ones(16, 16), torch.ones(16, 16), group=case.group, config=case.config),
+        lambda: all_to_all_linear(torch.ones(16, 16), torch.ones(16, 32), group=case.group, config=case.config),
+        lambda: all_gather_linear(
+            torch.ones(16, 16), torch.ones(16, 16), group=case.group,
+            config=case.config if rank else OverlapConfig(method="chunked", timeout_s=30.0),
+        ),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_refusals_are_told_to_every_rank() -> None:
+    for said in values(run_ranks(2, _refusals, limit_s=60)):
+        patterns = (
+            "8 rows of all ranks .* multiples of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce with fp8",
+            "all_to_all_linear with fp8", "regather, fp8=tensorwise",
+        )  # fmt: skip
+        assert all(map(re.search, patterns, said)), said
