@@ -151,6 +151,17 @@ def attribute(holder: Any, name: str, default: Any) -> Any:
     return getattr(type(holder), name, default) if found is NOTHING else found
 
 
+def not_in_fp8(linear: ParallelLinear) -> str | None:
+    """Why an overlapped linear multiplies in its own dtype where fp8 is asked for; None: it multiplies in fp8."""
+    if linear.overlap.slot == "output":
+        return "not in fp8: the output layer"
+    if not linear.sequence_parallel:
+        return "not in fp8: no sequence parallelism"
+    if attribute(linear, "is_in_an_exchange", False):
+        return "not in fp8: it exchanges over context-parallel ranks"
+    return None
+
+
 def _placement_reason(linear: ParallelLinear) -> str | None:
     # TransformerEngine's linears lack the first two; those of experts have no parallel mode.
     is_expert = attribute(linear, "is_expert", False) or attribute(linear, "explicit_expert_comm", False)

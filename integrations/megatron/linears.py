@@ -37,6 +37,7 @@ from overlap_train.integrations.megatron.conditions import (
     attribute,
     bad_combination,
     fallback_reason,
+    not_in_fp8,
     standing_reason,
 )
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
@@ -88,7 +89,13 @@ class LinearOverlap:
     parts: int | None = None
 
     def __post_init__(self) -> None:
-        self._returning = replace(self.config, main_grad="off")
+        of_main_grad = {True: self.config, False: replace(self.config, main_grad="off")}
+        # By whether the weight gradient goes into main_grad, and whether the product is in fp8, if that is asked for.
+        self._settings = {
+            (adds, in_fp8): config if in_fp8 else replace(config, fp8="off")
+            for adds, config in of_main_grad.items()
+            for in_fp8 in (True, False)
+        }
 
     def count(self, reason: str | None, group: dist.ProcessGroup | None = None) -> None:
         """Count one forward call; `reason` None: it overlaps, and exchanges over `group`."""
@@ -107,7 +114,7 @@ class LinearOverlap:
         """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
         gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
-        return self.config if adds else self._returning
+        return self._settings[adds, self.config.fp8 == "off" or not_in_fp8(linear) is None]
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
         """Return y, and let `on_gradient` be called when the gradient of y arrives."""
@@ -219,7 +226,7 @@ class _OverlappedTE:
             return ((watched(y[0]), *y[1:]) if isinstance(y, tuple) else watched(y), *others)
         added, returned = biases(self)
         wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
-        if self.overlap.norm is None or not self.sequence_parallel:
+        if self.overlap.norm is None or not self.sequence_parallel or self.overlap.config.fp8 != "off":
             x = normed(self, x)
             y = product(self, x, self.weight, added)
         else:

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 
 from overlap_train.group.registry import made_domain
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, sharing_attentions, why_not_ulysses
-from overlap_train.integrations.megatron.conditions import divides_weights, standing_reason
+from overlap_train.integrations.megatron.conditions import divides_weights, not_in_fp8, standing_reason
 from overlap_train.integrations.megatron.linears import (
     Model,
     chunks_of,
@@ -180,6 +180,8 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         return replace(row, method="in turn", reasons=(tries,))
     method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
     reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
+    if (fp8 := linear.overlap.config.fp8) != "off":
+        reasons += (not_in_fp8(linear) or f"fp8 {fp8}",)
     parts = linear.overlap.parts if exchanges_now(linear) and divides_weights(linear) else None
     return replace(row, method=method, reasons=reasons, parts=parts)
 

@@ -109,6 +109,7 @@ class _Exchanging:
     """Makes a linear of a Ulysses attention exchange within its product. Mixed in before its class."""
 
     overlap: LinearOverlap
+    is_in_an_exchange = True
     # What the call under way does, where it is not Megatron's linear.
     _instead: Callable[[torch.Tensor], Any] | None = None
 

@@ -87,6 +87,19 @@ def test_ten_steps_follow_one_rank() -> None:
 
 
 @on_ranks
+def test_ten_steps_in_fp8_follow_those_without() -> None:
+    """Also with recomputation; the output layer stays as it is, and the table says what is in fp8."""
+    config = OverlapConfig(fp8="tensorwise")
+    for settings in (LLAMA, {**LLAMA, **FULL_RECOMPUTE}):
+        own, _ = train(Recipe(settings, overlap=OverlapConfig()), steps=10)
+        losses, model = train(Recipe(settings, overlap=config), steps=10)
+        assert losses == pytest.approx(own, rel=0.02) and losses != pytest.approx(own, rel=1e-5)
+        said = {row.slot: row.reason for row in report(model).linears}
+        assert all(("fp8 tensorwise" in reason) == (slot != "output") for slot, reason in said.items()), said
+        assert "not in fp8: the output layer" in said["output"]
+
+
+@on_ranks
 def test_partial_gradients_of_norms_and_row_biases_are_summed() -> None:
     """Each rank sees its own rows only; without the `sequence_parallel` mark these gradients would be half sums."""
     recipe = Recipe({**GPT2, "qk_layernorm": True}, overlap=OverlapConfig())
