@@ -177,8 +177,6 @@ def planner_of(topology: Topology, config: OverlapConfig) -> Planner:
 def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not choice.how.multiplies:
         return LIBRARY
-    if pass_.fp8:
-        raise NotImplementedError
     readable = all(tma_reads(device, pass_.dtype, *cols) for cols in ((pass_.k, pass_.n), (pass_.row_features, 0)))
     if w.dim() != 2 or not readable or not tma_reads_weight(w):
         return PORTABLE
@@ -289,6 +287,11 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
                 return refused
         if not engine.variant.kernels:
             continue
+        if plan.amax is not None and engine.variant.multiplies and engine.kernels != HOPPER:
+            return (
+                f"method={engine.method!r} with fp8={plan.config.fp8!r}: its kernels multiply fp8 on Hopper GPUs, to results in "
+                f"bf16 or fp16; use 'auto' or 'chunked' ({flag_name('method')})"
+            )
         variable = serialising() if device.type == "cuda" else None
         if variable is not None:
             taken = "" if plan.config.method == engine.method else f", which takes {engine.method!r} here,"

@@ -96,7 +96,7 @@ def choose(
 
     nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again.
     """
-    system = System.of(device)
+    system = _system_of(pass_, device)
     winner = winner_of(pass_, system, table)
     if requested != "auto":
         choice = Choice(Method(requested), "asked for")
@@ -145,7 +145,11 @@ def _is_narrow(pass_: Pass, system: System) -> bool:
 
 def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
     """The choice for a pass that nothing comes after: a reduction that is split to let a weight gradient run first is not."""
-    return choice.by(split_reduction=choice.how.split_reduction and _saves_a_wave(pass_, System.of(device)))
+    return choice.by(split_reduction=choice.how.split_reduction and _saves_a_wave(pass_, _system_of(pass_, device)))
+
+
+def _system_of(pass_: Pass, device: torch.device | System) -> System:
+    return System.of(device).in_fp8 if pass_.fp8 else System.of(device)
 
 
 def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:

@@ -75,6 +75,12 @@ class System:
             known = replace(like, name=card.name, capability=(card.major, card.minor))
         return replace(known, sms=card.multi_processor_count)
 
+    @property
+    def in_fp8(self) -> System:
+        """The system as products in fp8 find it: tensor cores and power allow twice as many."""
+        twice = ("tile_tflops", "burst_tflops", "sustained_tflops")
+        return replace(self, **{name: 2 * getattr(self, name) for name in twice})
+
 
 H200 = System(
     name="h200", card="H200", capability=(9, 0), sms=132, peak_tflops=989.4, is_measured=True, tile_tflops=850.0,

@@ -123,6 +123,7 @@ def _refusals(rank: int, world: int) -> list[str]:
         lambda: all_gather_linear(torch.ones(16, 16), torch.ones(24, 16), group=case.group, config=case.config),
         lambda: linear_all_reduce(torch.ones(16, 16), torch.ones(16, 16), group=case.group, config=case.config),
         lambda: all_to_all_linear(torch.ones(16, 16), torch.ones(16, 32), group=case.group, config=case.config),
+        lambda: linear_reduce_scatter(torch.ones(32, 16), torch.ones(16, 16), group=case.group, config=case.config.by("fused")),
         lambda: all_gather_linear(
             torch.ones(16, 16), torch.ones(16, 16), group=case.group,
             config=case.config if rank else OverlapConfig(method="chunked", timeout_s=30.0),
@@ -139,6 +140,6 @@ def test_refusals_are_told_to_every_rank() -> None:
     for said in values(run_ranks(2, _refusals, limit_s=60)):
         patterns = (
             "8 rows of all ranks .* multiples of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce with fp8",
-            "all_to_all_linear with fp8", "regather, fp8=tensorwise",
+            "all_to_all_linear with fp8", "method='fused' with fp8=.*Hopper", "regather, fp8=tensorwise",
         )  # fmt: skip
         assert all(map(re.search, patterns, said)), said

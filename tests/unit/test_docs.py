@@ -40,7 +40,7 @@ def test_make_targets_exist(page: Path) -> None:
 def test_flags_and_commands_exist(page: Path) -> None:
     text = page.read_text()
     flags = {flag_name(setting.name) for setting in fields(OverlapConfig)}
-    for flag in re.findall(r"--overlap-train-[a-z-]*[a-z]", text):
+    for flag in re.findall(r"--overlap-train-[a-z0-9-]*[a-z0-9]", text):
         assert flag in flags, flag
     for command in re.findall(
         r"(?:^|[`(])(?:overlap-train|torchrun [^`|\n]*-m overlap_train) ([a-z]+)", text, re.MULTILINE
