@@ -31,7 +31,7 @@ VARIANTS = (
     *("megatron", "megatron_graph", "nccl", "nccl_graph"),
     *(method for method in METHODS if method not in ("auto", "collective")),
     *("te", "te_userbuffers", "te_userbuffers_ring", "te_overlap"),
-    *("overlap", "overlap_graph"),
+    *("overlap", "overlap_fp8", "overlap_graph"),
 )
 USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
 DEFAULTS = ("megatron", "overlap")

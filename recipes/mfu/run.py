@@ -130,6 +130,8 @@ def config_of(name: str, overlap: OverlapConfig) -> OverlapConfig | None:
     variant = name.removesuffix("_graph")
     if variant in ("megatron", "te", *USERBUFFERS):
         return None
+    if variant == "overlap_fp8":
+        return replace(overlap, fp8="tensorwise")
     return (
         overlap if variant in ("overlap", "te_overlap") else overlap.by("collective" if variant == "nccl" else variant)
     )

@@ -21,7 +21,7 @@ from tests.recipes.recipe_runs import joined
 TINY = "--seq-length 32 --steps 2 --round-steps 2 --peak-tflops 0.1"
 LINES = {
     "tp": f"--model small,small --layers 1,2 {TINY} --variants megatron,nccl,overlap",
-    "off": f"--model small --layers 1 {TINY} --variants megatron,overlap --weight-gradient-fusion off",
+    "off": f"--model small --layers 1 {TINY} --variants megatron,overlap,overlap_fp8 --weight-gradient-fusion off",
     "cp": f"--model small --layers 1 {TINY} --cp 2 --variants nccl,chunked,overlap",
     "lora": f"--model small --layers 1 {TINY} --lora 4 --deterministic",
     "fused": f"--model small,small --layers 1,2 {TINY} --variants megatron,overlap",
@@ -119,7 +119,7 @@ def test_all_variants_train_the_same_model_on_the_same_data(ended: dict[str, End
     first = next(iter(losses))
     for variant, found in losses.items():
         assert len(found) == 6 == len(set(found)), "of other weights or other data at every step"
-        assert found == pytest.approx(losses[first], rel=1e-5), variant
+        assert found == pytest.approx(losses[first], rel=0.02 if variant == "overlap_fp8" else 1e-5), variant
         assert losses[first] == pytest.approx(ended["tp"].row("megatron", layers)["losses"], rel=1e-5)
 
 

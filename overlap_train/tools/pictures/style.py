@@ -41,6 +41,7 @@ LOOKS = {
     "low_latency": Look("low_latency", "#AA4499"),
     "auto": Look("overlap_train", "#0072B2"),
     "overlap": Look("overlap_train", "#0072B2"),  # `auto` among the variants of training
+    "overlap_fp8": Look("overlap_train, fp8", "#56B4E9"),
     "gemm": Look("GEMM", "#53687E"),
     "compute": Look("other kernels", "#CBD3DB"),
     "hidden": Look("communication, hidden", "#88CCEE"),
