@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -25,6 +26,10 @@ class Fp8Matrix:
     def shape(self) -> tuple[int, int]:
         return self.b_nk.shape[1], self.b_nk.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        return self.b_nk.nbytes
+
     def multiply(self, a_mk: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """a_mk [M, K] @ b [K, N] -> [M, N]. CPUs multiply the same numbers in fp32."""
         if a_mk.is_cuda:
@@ -35,7 +40,7 @@ class Fp8Matrix:
         return product.to(self.dtype) if out is None else out.copy_(product)
 
 
-Right = torch.Tensor | Fp8Matrix
+Right: TypeAlias = torch.Tensor | Fp8Matrix
 
 
 def multiply(a_mk: torch.Tensor, b_kn: Right, out: torch.Tensor | None = None) -> torch.Tensor:

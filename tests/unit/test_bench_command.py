@@ -85,6 +85,13 @@ def test_ulysses(script_server: ScriptServer, tmp_path: Path, capsys: pytest.Cap
     assert drawn(tmp_path, capsys) == ["speedup.png"]
 
 
+def test_operators_in_fp8(script_server: ScriptServer, tmp_path: Path) -> None:
+    arguments = ("--shapes", "tiny", "--rows", "32", "--quick", "--fp8", "--methods", "chunked", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
+    assert status == 0, said
+    assert [set(row) == OPERATOR_KEYS | {"fp8"} and row["fp8"] for row in rows_in(tmp_path)] == [True] * 4
+
+
 def test_operators_across_nodes(
     script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

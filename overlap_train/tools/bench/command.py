@@ -44,6 +44,7 @@ class Bench:
     quick: bool = option(False, "fewer and shorter rounds")
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
+    fp8 = False
     file = "operators"  # NAME.json and NAME.md
 
     def contests(self, session: Session) -> Contests:
@@ -57,6 +58,7 @@ class Operators(Bench):
 
     shapes: tuple[str, ...] = option(TABLES_1_2, "products of their MLPs", choices=tuple(MODELS), metavar="MODEL,...")
     rows: tuple[int, ...] = option((8192,), "of all ranks", parse=positive_int, metavar="M", spaced=True)
+    fp8: bool = option(False, "operands with one byte an element, against cuBLASLt and NCCL on the same bytes")
 
     def contests(self, session: Session) -> Contests:
         return operators.contests(operators.cases(self.shapes, self.rows, session.world.size), session)
@@ -172,6 +174,6 @@ def session_of(bench: Bench, here: world.World) -> Session:
     )
     path = Path(bench.out, f"{bench.file}.json") if bench.out and here.rank == 0 else None
     dtype, results = torch.bfloat16 if on_gpu else torch.float32, Results(path, hardware(here.device, here.size))
-    session = Session(methods, dtype, bench.quick, config, here, results)
+    session = Session(methods, dtype, bench.quick, config, here, results, bench.fp8)
     nodes_of(session, bench.methods)
     return session

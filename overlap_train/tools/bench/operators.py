@@ -22,6 +22,7 @@ import torch
 from ...group.domain import OverlapDomain
 from ...nodes.plan import sms_of_network
 from ...ops.plan_cache import cache_of
+from ...ops.product import multiply
 from ...schedule.kinds import Kind
 from ...select.choose import choose
 from ...select.cost import reach_of
@@ -29,7 +30,7 @@ from ...select.method import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, OPERATORS, OPS, PASSES, Case, cases_of
 from ..measure.models import MODELS
-from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, side_by_side
+from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, planned_like, side_by_side
 from ..measure.timing import Call
 from ..measure.world import World, pretends
 from .async_tp import async_all_gather_matmul, async_matmul_reduce_scatter
@@ -116,10 +117,11 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
         baselines = baselines_of(case.kind, world, inputs.first)
-        if not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
+        if session.fp8 or not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
             baselines.pop("async_tp", None)
         head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
         head |= {"dtype": str(session.dtype).removeprefix("torch."), **between}
+        head |= {"fp8": True} if session.fp8 else {}
         columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
         yield Contest(case.name, head, flops, inputs, ours(case, inputs.first, domain, session), baselines, columns)
         del inputs, baselines  # before the next come
@@ -127,7 +129,7 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
 
 def ours(case: Case, like: Operands, domain: OverlapDomain, session: Session) -> Runs:
     """The methods that serve a case."""
-    planned, found = case.planned(session.world.size, session.dtype), Runs()
+    planned, found = planned_like(case, domain, like), Runs()
     for method in serving(session.methods, planned):
         choice = choose(method, planned, domain.device, cache_of(domain, case.name).table, domain.topology.nodes)
         exchanges = case.kind.exchanges
@@ -145,15 +147,15 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
 
 def baselines_of(kind: Kind, world: World, like: Operands) -> Runs:
     """The baselines of a pass, for inputs like these. Buffers that a framework would reuse are reused."""
-    found: Runs = {"gemm": (lambda o: o.whole @ o.right) if kind.receives else (lambda o: o.left @ o.right)}
+    found: Runs = {"gemm": (lambda o: multiply(o.whole if kind.receives else o.left, o.right))}
     if kind.gathers:
         buffer = torch.empty_like(like.whole)
         found["comm"] = lambda o: world.gather(o.left, buffer)
-        found["sequence"] = lambda o: world.gather(o.left, buffer) @ o.right
+        found["sequence"] = lambda o: multiply(world.gather(o.left, buffer), o.right)
         found["async_tp"] = lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1]
     elif kind.reduces:
         found["comm"] = lambda o: world.scatter(o.whole)
-        found["sequence"] = lambda o: world.scatter(o.left @ o.right)
+        found["sequence"] = lambda o: world.scatter(multiply(o.left, o.right))
         found["async_tp"] = lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group)
     elif kind.sums_blocks:
         found["comm"] = lambda o: world.exchange(o.left)

@@ -67,7 +67,7 @@ def note(text: str, session: Session, failure: bool) -> None:
         session.world.say(session.results.notes[-1])
 
 
-HIDDEN = ("world", "dtype", "nodes", "emulated")  # the same in all rows
+HIDDEN = ("world", "dtype", "fp8", "nodes", "emulated")  # the same in all rows
 RATIOS = {  # heading: what is divided by what
     "speed-up": ("sequence_ms", "ms"),
     "speed-up/bound": ("sequence_ms", "bound_ms"),

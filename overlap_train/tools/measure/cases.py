@@ -59,11 +59,11 @@ class Case:
         part = (OverlapConfig().exchange_mib << 20) // SLOTS
         return min(received // world, part) if self.kind.exchanges else received
 
-    def planned(self, world: int, dtype: torch.dtype) -> Pass:
-        """What one rank multiplies, as the choice of a method sees it."""
+    def planned(self, world: int, dtype: torch.dtype, fp8: bool = False) -> Pass:
+        """What one rank multiplies, as the choice of a method sees it. dtype: of the result."""
         n = self.n // world if self.op == "ag_gemm" else self.n
         k = self.k // world if self.op == "gemm_rs" else self.k
-        fprop = Pass(OPERATORS[self.op], self.m, n, k, dtype, world)
+        fprop = Pass(OPERATORS[self.op], self.m, n, k, dtype, world, fp8)
         return fprop.dgrad if self.pass_ == "dgrad" else fprop
 
 

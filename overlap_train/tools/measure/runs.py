@@ -10,6 +10,8 @@ W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has i
              y [M, F/W] = this rank's columns of whole @ right
     a2a_gemm left [M, C/W]  right [C, F] view, the same on every rank   whole [M/W, C], this rank's rows of all columns
              y [M/W, F] = whole @ right
+
+In fp8 left and whole have one byte an element, and right is [F, C] with the scales of both.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from ...config import OverlapConfig
+from ...fp8.quantize import FORWARD, quantized
 from ...group.domain import OverlapDomain
 from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
@@ -29,9 +32,10 @@ from ...group.registry import domain_of
 from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
+from ...ops.product import Fp8Matrix, Right, multiply
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
-from ...select.method import MOST_BYTES, NAMES, Method, flagged_bytes
+from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
 from .cases import Case
 from .check import check
 from .results import Results
@@ -44,8 +48,8 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 
 @dataclass(frozen=True)
 class Session:
-    """What every measurement of a run needs. methods: of OverlapConfig.method; dtype: of all inputs; quick: fewer and shorter
-    rounds."""
+    """What every measurement of a run needs. methods: of OverlapConfig.method; dtype: of all inputs, or of results in fp8; quick:
+    fewer and shorter rounds."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
@@ -53,6 +57,7 @@ class Session:
     config: OverlapConfig
     world: World
     results: Results
+    fp8: bool = False
 
     def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
@@ -75,8 +80,17 @@ class Operands:
     """One input set."""
 
     left: torch.Tensor
-    right: torch.Tensor
+    right: Right
     whole: torch.Tensor
+
+
+def in_fp8(o: Operands, gathers: bool) -> Operands:
+    """The same in fp8, by scales for numbers up to 8. What a reduce-scatter is timed on stays as it is."""
+    assert isinstance(o.right, torch.Tensor)
+    most = torch.full((1,), 8.0, device=o.left.device)
+    left, whole, right = (quantized(matrix.contiguous(), most, FORWARD) for matrix in (o.left, o.whole, o.right.t()))
+    matrix = Fp8Matrix(right.rows, left.inverse, right.inverse, o.left.dtype, fast=True)
+    return Operands(left.rows, matrix, whole.rows if gathers else o.whole)
 
 
 def normal(world: World, dtype: torch.dtype, seed: int, shared: bool = False) -> Callable[..., torch.Tensor]:
@@ -85,22 +99,24 @@ def normal(world: World, dtype: torch.dtype, seed: int, shared: bool = False) ->
     return partial(torch.randn, dtype=dtype, device=world.device, generator=generator)
 
 
-def make_operands(case: Case, world: World, dtype: torch.dtype, seed: int) -> Operands:
+def make_operands(case: Case, session: Session, seed: int) -> Operands:
     """Random matrices. Collective."""
-    own = normal(world, dtype, seed)
+    world, own = session.world, normal(session.world, session.dtype, seed)
     m, n, k, ranks = case.m, case.n, case.k, world.size
     if case.kind.exchanges:
-        weight = normal(world, dtype, seed, shared=True)(n, k)
+        weight = normal(world, session.dtype, seed, shared=True)(n, k)
     else:
         weight = own(n // ranks, k) if case.op == "ag_gemm" else own(n, k // ranks)
     right = weight.t() if case.pass_ == "fprop" else weight
     if case.kind.reduces:
-        return Operands(own(m, len(right)), right, own(m, right.shape[1]))
-    if case.kind.sums_blocks:
+        made = Operands(own(m, len(right)), right, own(m, right.shape[1]))
+    elif case.kind.sums_blocks:
         left = own(m, len(right) // ranks)
-        return Operands(left, right, side_by_side(ranks, world.exchange(left)))
-    left = own(m // ranks, len(right))
-    return Operands(left, right, world.gather(left))
+        made = Operands(left, right, side_by_side(ranks, world.exchange(left)))
+    else:
+        left = own(m // ranks, len(right))
+        made = Operands(left, right, world.gather(left))
+    return in_fp8(made, case.kind.gathers) if session.fp8 else made
 
 
 def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
@@ -127,14 +143,15 @@ class Inputs:
 
 def inputs_of(case: Case, session: Session) -> Inputs:
     """The operands of one case, in as many sets as the L2 cache cannot hold. Collective."""
-    make = partial(make_operands, case, session.world, session.dtype)
+    make = partial(make_operands, case, session)
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
     if case.kind.reduces:
-        expected = session.world.scatter((first.left @ first.right).float())
+        expected = session.world.scatter(multiply(first.left, first.right).float())
     else:  # the unsharded product, or this rank's columns of it
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
-        expected = first.whole @ first.right.chunk(ranks, dim=1)[rank]
+        right = first.right if ranks == 1 else first.right.chunk(ranks, dim=1)[rank]  # type: ignore[union-attr]
+        expected = multiply(first.whole, right)
     return Inputs(sets, decoy, partial(check, expected=expected))
 
 
@@ -157,15 +174,19 @@ def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check |
 
 def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:
     """How the case runs by a choice; like: one of its input sets."""
-    weight = like.right if like.right.is_contiguous() else like.right.t()
-    planned = case.planned(domain.world_size, like.left.dtype)
+    right = like.right.b_nk if isinstance(like.right, Fp8Matrix) else like.right
+    weight, planned = right if right.is_contiguous() else right.t(), planned_like(case, domain, like)
     planner = planner_of(domain.topology, domain.config)
     return planner.plan(choice, planned, domain.device, weight)
 
 
+def planned_like(case: Case, domain: OverlapDomain, like: Operands) -> Pass:
+    return case.planned(domain.world_size, like.right.dtype, isinstance(like.right, Fp8Matrix))
+
+
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:
     """Our pass, as autograd runs it (linear.py), with nothing after it."""
-    by = alone(choice, case.planned(domain.world_size, like.left.dtype), domain.device)
+    by = alone(choice, planned_like(case, domain, like), domain.device)
     plan, kind, ranks = plan_of(case, domain, by, like), case.kind, domain.world_size
     tag = Tag(f"{case.op}/{case.pass_}", f"{case.name} by {by.how}")
 

@@ -72,7 +72,8 @@ class World:
     def gather(self, shard: torch.Tensor, whole: torch.Tensor | None = None) -> torch.Tensor:
         """[M/W, C] of every rank -> [M, C], in `whole` where it is given."""
         whole = shard.new_empty(shard.shape[0] * self.size, shard.shape[1]) if whole is None else whole
-        dist.all_gather_into_tensor(whole, shard, group=self.group)
+        shards = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (whole, shard)]  # backends know no fp8
+        dist.all_gather_into_tensor(*shards, group=self.group)
         return whole
 
     def scatter(self, partial: torch.Tensor) -> torch.Tensor:
