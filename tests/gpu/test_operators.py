@@ -47,6 +47,15 @@ def test_all_reduces_are_exact(case: Case, operator: str) -> None:
         ALL_REDUCING[operator](case, rows, k, n, seed=seed, bias=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("operator", ["column", "row"])
+def test_fp8_is_exact(case: Case, operator: str) -> None:
+    """Twice, so that slots come again. low_latency has its own scatter and gather, and the library's product."""
+    for method in (case.config.method, *(["low_latency"] if case.config.method == "chunked" else [])):
+        in_fp8 = replace(case, config=replace(case.config, fp8="tensorwise", method=method))
+        for seed, shape in enumerate(2 * [((16,), 32, 48), ((304, 2), 528, 400), ((1024, 1), 1024, 1536)]):
+            OPERATORS[operator](in_fp8, *shape, seed=seed, bias=seed % 2 == 0)
+
+
 @pytest.mark.parametrize("rows", [65, 129, 997, 4100])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_that_end_within_a_tile(case: Case, operator: str, rows: int) -> None:
