@@ -288,7 +288,7 @@ class _LinearReduceScatter(torch.autograd.Function):
 
 
 def _in_fp8() -> ModuleType:
-    return import_module("..fp8.linear", __name__)
+    return import_module("..fp8", __name__)
 
 
 _apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

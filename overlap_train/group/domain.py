@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
-from ..gpu.launch import Launcher
+from ..gpu.launch import LaunchCache, Launcher
 from ..kernels.signal_words import FAULT_SET
 from ..ranks.agreement import Agreement
 from ..schedule.order import Topology
@@ -150,6 +150,7 @@ class OverlapDomain:
             if self.launcher is None
             else StreamCopyEngine(device, self.launcher.driver)
         )
+        self.launches = LaunchCache(self.launcher, 0)  # of kernels that touch nothing that is shared
         self.fault = FaultRecord(device, self.rank, config.timeout_s)
         self.layout = Layout(self.world_size, 0)
         self.heap: SymmetricHeap | None = None

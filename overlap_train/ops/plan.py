@@ -32,11 +32,10 @@ from ..select.tiles import (
     tma_reads,
     tma_reads_weight,
 )
-from .launch import MOST_DIRECT_PEERS
+from .launch import MOST_DIRECT_PEERS, multiprocessors
 from .spec import OperatorSpec, shapes_of
 from .table import TABLE
 
-NUMBER = 4  # bytes of what ranks tell each other of an amax
 SERIALISING = ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 
 
@@ -149,7 +148,7 @@ class Planner:
         )
 
     def numbers(self, fprop: EnginePlan, device: torch.device) -> EnginePlan:
-        """How each rank sends one number to all others."""
+        """How each rank sends a few numbers to all others."""
         method = "collective" if fprop.method == "collective" else LOW_LATENCY if device.type == "cuda" else "chunked"
         order, transfers = sources(self.topology, Kind.AG_GEMM), transfers_of(Kind.AG_GEMM, self.topology, chunks=1)
         return EnginePlan(
@@ -242,7 +241,7 @@ def make_plan(
     methods, received = {one.method for one in (fprop, dgrad, wgrad) if one is not None}, spec.slot_bytes(x, w, world)
     words = received if LOW_LATENCY in methods else 0
     if amax is not None and amax.method == LOW_LATENCY:
-        words = max(words, NUMBER * world)
+        words = max(words, 4 * world * multiprocessors(device))  # fp32, of each SM one
     request = Request(
         spec.name, shapes_of(x, w), how=how,
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,

@@ -89,10 +89,10 @@ class PlannedOp:
         for tag in (dgrad, wgrad, self._amax):
             domain.fault.register(tag)
 
-    def of_all_ranks(self, number: torch.Tensor) -> torch.Tensor:
-        """number [1] of every rank -> [W]. Inside of the scope of a pass that gathers, before it does."""
+    def of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """numbers [parts] of every rank -> [W x parts]. Inside of the scope of a pass that gathers, before it does."""
         assert self.plan.amax is not None
-        whole: torch.Tensor = self.plan.amax.start(self.domain, self._amax, number.view(1, 1)).gathered_copy()
+        whole: torch.Tensor = self.plan.amax.start(self.domain, self._amax, numbers.view(1, -1)).gathered_copy()
         return whole.view(-1)
 
     def timed(self, scope: Scope, tag: Tag) -> Scope:

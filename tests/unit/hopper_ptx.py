@@ -13,8 +13,12 @@ WORDS = (
 )  # fmt: skip
 
 
-# of the kernels between received rows and attention
+# of the kernels between received rows and attention, and of those that make fp8
 OTHERS = {
+    "amax_ptr": "*fp32",
+    "inverse_ptr": "*fp32",
+    "by_rows_ptr": "*fp8e4nv",
+    "by_columns_ptr": "*fp8e4nv",
     "rows_ptr": "*i64",
     "cos_ptr": "*fp32",
     "sin_ptr": "*fp32",

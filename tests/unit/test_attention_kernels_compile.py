@@ -1,10 +1,11 @@
-"""The kernels between received rows and attention compile for Hopper, which the interpreter cannot tell, without atomics."""
+"""Kernels that move numbers, between received rows and attention, or make fp8 of them, compile for Hopper, without atomics."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -27,3 +28,25 @@ def test_it_compiles_and_no_order_depends_on_timing(
     constants = HEADS | KERNELS[kernel] | {"ROTATED": rotated, "INTERLEAVED": False}
     ptx = compiling.submit(hopper_ptx.compiled_portable, *kernel, **constants).result(120)
     assert re.search(r"st\.global", ptx) and not re.search(r"\b(atom|red)\.", ptx)
+
+
+TILE = dict(BLOCK_M=128, BLOCK_K=64, num_warps=8, divisible=("m", "k"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "shows"),
+    [
+        (
+            "quantize_kernel",
+            dict(MOST=448.0, PADDED=256, ROWS=True, COLUMNS=True, **TILE),
+            r"cvt\.rn\.satfinite\.e4m3x2\.f32",
+        ),
+        ("amax_kernel", dict(BLOCK=8192, num_warps=8, divisible=("x_ptr", "size")), r"ld\.global\.v4"),
+        ("transpose_kernel", TILE, r"st\.global"),
+    ],
+)
+def test_fp8_is_made_without_atomics(
+    compiling: ProcessPoolExecutor, kernel: str, constants: dict[str, Any], shows: str
+) -> None:
+    ptx = compiling.submit(hopper_ptx.compiled_portable, "quantize", kernel, **constants).result(120)
+    assert re.search(shows, ptx) and not re.search(r"\b(atom|red)\.", ptx)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from ...config import OverlapConfig
-from ...fp8.quantize import FORWARD, quantized
 from ...group.domain import OverlapDomain
 from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
@@ -33,6 +32,7 @@ from ...group.signals import Tag
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.product import Fp8Matrix, Right, multiply
+from ...ops.quantize import FORWARD, quantized_by_torch
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
@@ -88,7 +88,9 @@ def in_fp8(o: Operands, gathers: bool) -> Operands:
     """The same in fp8, by scales for numbers up to 8. What a reduce-scatter is timed on stays as it is."""
     assert isinstance(o.right, torch.Tensor)
     most = torch.full((1,), 8.0, device=o.left.device)
-    left, whole, right = (quantized(matrix.contiguous(), most, FORWARD) for matrix in (o.left, o.whole, o.right.t()))
+    left, whole, right = (
+        quantized_by_torch(matrix.contiguous(), most, FORWARD) for matrix in (o.left, o.whole, o.right.t())
+    )
     matrix = Fp8Matrix(right.rows, left.inverse, right.inverse, o.left.dtype, fast=True)
     return Operands(left.rows, matrix, whole.rows if gathers else o.whole)
 

@@ -1,4 +1,4 @@
-"""Column and row linears in fp8: their passes and autograd functions; see ../linear.py for those of other dtypes.
+"""Column and row linears in fp8: their passes and autograd functions; see linear.py for those of other dtypes.
 
     y = x8 @ w8.T * x_inverse * w_inverse           e4m3 by e4m3
     dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 by e4m3
@@ -16,23 +16,24 @@ from typing import Any
 
 import torch
 
-from ..group.domain import profiled
-from ..linear import applied, as_rows, as_sequence, once_differentiable
-from ..ops.planned import PlannedOp
-from ..ops.product import Fp8Matrix
-from ..ops.wgrad import WeightGradient
-from .quantize import FORWARD, GRADIENT, largest, quantized, transposed
+from .group.domain import profiled
+from .linear import applied, as_rows, as_sequence, once_differentiable
+from .ops.planned import PlannedOp
+from .ops.product import Fp8Matrix
+from .ops.quantize import FORWARD, GRADIENT, largest, quantized, transposed
+from .ops.wgrad import WeightGradient
 
 
 def column_forward(
     linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """(y_shard_n [M, N/W], what backward wants: x8 [M, K] if it is kept, else the shard; its inverse; the largest of w)."""
-    plan, tags, w_amax = linear.plan, linear.tags, largest(w_shard_n)
+    domain, plan, tags = linear.domain, linear.plan, linear.tags
+    w_amax = largest(domain, w_shard_n)
     with linear.forward:
-        x8 = quantized(x_shard_m, linear.of_all_ranks(largest(x_shard_m)), FORWARD)
-        gather = plan.fprop.start(linear.domain, tags.fprop, x8.rows)
-        w8 = quantized(w_shard_n, w_amax, FORWARD)  # under the gather
+        x8 = quantized(domain, x_shard_m, linear.of_all_ranks(largest(domain, x_shard_m)), FORWARD)
+        gather = plan.fprop.start(domain, tags.fprop, x8.rows)
+        w8 = quantized(domain, w_shard_n, w_amax, FORWARD)  # under the gather
         y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True))
         return y_shard_n, (gather.gathered_copy() if linear.keeps else x8.rows, x8.inverse, w_amax)
 
@@ -47,17 +48,17 @@ def column_backward(
     with linear.backward[wants_dx, dw is not None]:
         if dw is not None and plan.wgrad is not None:
             gather = plan.wgrad.start(domain, tags.wgrad, x8)
-        dy8 = quantized(dy_shard_n, largest(dy_shard_n), GRADIENT, wants_dx, dw is not None)
+        dy8 = quantized(domain, dy_shard_n, largest(domain, dy_shard_n), GRADIENT, wants_dx, dw is not None)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
-            w8 = quantized(w_shard_n, w_amax, FORWARD, rows=False, columns=True)
+            w8 = quantized(domain, w_shard_n, w_amax, FORWARD, rows=False, columns=True)
             scatter = dgrad.start(
                 domain, tags.dgrad, dy8.rows, Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype)
             )
             if gather is not None:
                 gather.keep_own(dgrad)
         if dw is not None:
-            x8 = transposed(x8 if gather is None else gather.gathered_view())
+            x8 = transposed(domain, x8 if gather is None else gather.gathered_view())
             with profiled(tags.ranges[2]):
                 dw.add_scaled(dy8.columns, Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype))
         if scatter is not None:
@@ -69,12 +70,13 @@ def row_forward(
     linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, trains: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """(y_shard_m [M/W, N], what backward wants: x8 [K/W, M], if the weight `trains`; its inverse; the largest of w)."""
-    plan, w_amax = linear.plan, largest(w_shard_k)
+    domain, plan = linear.domain, linear.plan
+    w_amax = largest(domain, w_shard_k)
     with linear.forward:
-        x8 = quantized(x_shard_k, largest(x_shard_k), FORWARD, columns=trains)
-        w8 = quantized(w_shard_k, w_amax, FORWARD)
+        x8 = quantized(domain, x_shard_k, largest(domain, x_shard_k), FORWARD, columns=trains)
+        w8 = quantized(domain, w_shard_k, w_amax, FORWARD)
         right = Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True)
-        y_shard_m = plan.fprop.start(linear.domain, linear.tags.fprop, x8.rows, right).finish()
+        y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x8.rows, right).finish()
         return y_shard_m, (x8.columns, x8.inverse, w_amax)
 
 
@@ -85,16 +87,18 @@ def row_backward(
     """dx_shard_k [M, K/W], or None. saved: by row_forward. dw: gets the weight gradient; None: it is not wanted."""
     domain, plan, tags, dx_shard_k, (x8, x_inverse, w_amax) = linear.domain, linear.plan, linear.tags, None, saved
     with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
-        dy8 = quantized(dy_shard_m, linear.of_all_ranks(largest(dy_shard_m)), GRADIENT)
+        dy8 = quantized(domain, dy_shard_m, linear.of_all_ranks(largest(domain, dy_shard_m)), GRADIENT)
         gather = plan.dgrad.start(domain, tags.dgrad, dy8.rows)
         if wants_dx:
-            w8 = quantized(w_shard_k, w_amax, FORWARD, rows=False, columns=True)
+            w8 = quantized(domain, w_shard_k, w_amax, FORWARD, rows=False, columns=True)
             dx_shard_k = gather.matmul(Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype))
             if dw is not None:
                 gather.keep_own(plan.dgrad)
         if dw is not None:
             with profiled(tags.ranges[2]):
-                dw.add_scaled(transposed(gather.gathered_view()), Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype))
+                dw.add_scaled(
+                    transposed(domain, gather.gathered_view()), Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype)
+                )
     return dx_shard_k
 
 
@@ -102,7 +106,7 @@ class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
         y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n)
-        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in ../linear.py
+        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in linear.py
         ctx.save_for_backward(*saved, w_shard_n)
         return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
 

@@ -1,0 +1,67 @@
+"""Matrices as fp8 with one scale each, by rows, by columns, or both in one read.
+
+    scale = largest number of the format / largest element     x8 = x * scale, rounded to nearest even, saturated
+
+Largest elements are kept as bits, whose order as integers is that of magnitudes, with infinity and NaN above all numbers.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_ptr, size, BLOCK: tl.constexpr):
+    """amax [programs] fp32: the largest magnitude of each program's part of x [size]."""
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = tl.arange(0, BLOCK).to(tl.int64) + block * BLOCK
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))
+    tl.store(amax_ptr + tl.program_id(0), tl.max(largest, axis=0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def scale_of(amax_ptr, count, MOST: tl.constexpr, PADDED: tl.constexpr):
+    """The scale for the largest of amax [count]: 1 where all is zero, NaN where something is infinite or no number."""
+    at = tl.arange(0, PADDED)
+    bits = tl.load(amax_ptr + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
+    amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
+    scale = tl.minimum(
+        tl.div_rn(MOST + amax * 0.0, amax), 3.4028234663852886e38
+    )  # of tiny elements it would be infinite
+    return tl.where(amax == 0.0, 1.0, tl.where(amax < float("inf"), scale, float("nan")))
+
+
+@triton.jit(do_not_specialize=["count"])
+def quantize_kernel(
+    x_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, inverse_ptr, m, k, count, MOST: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] -> rows [M, K], columns [K, M], inverse [1] fp32 = 1 / scale. A program for each tile [BLOCK_M, BLOCK_K].
+
+    amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written.
+    """
+    scale = scale_of(amax_ptr, count, MOST, PADDED)
+    tiles_k = tl.cdiv(k, BLOCK_K)
+    row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    inside = (row < m) & (col < k)
+    x = tl.load(x_ptr + row * k + col, mask=inside, other=0.0).to(tl.float32) * scale
+    x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -MOST), MOST))
+    x8 = x.to(by_rows_ptr.dtype.element_ty)
+    if ROWS:
+        tl.store(by_rows_ptr + row * k + col, x8, mask=inside)
+    if COLUMNS:
+        tl.store(by_columns_ptr + col.to(tl.int64) * m + row, x8, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(inverse_ptr, tl.div_rn(1.0 + 0.0 * scale, scale))
+
+
+@triton.jit
+def transpose_kernel(x_ptr, y_ptr, m, k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x [M, K] -> y [K, M], of one byte an element. A program for each tile [BLOCK_M, BLOCK_K]."""
+    tiles_k = tl.cdiv(k, BLOCK_K)
+    row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
+    col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    inside = (row < m) & (col < k)
+    tl.store(y_ptr + col.to(tl.int64) * m + row, tl.load(x_ptr + row * k + col, mask=inside), mask=inside)

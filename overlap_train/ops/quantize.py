@@ -1,0 +1,118 @@
+"""Matrices as fp8 with one scale each, which CPUs and GPUs find alike, to the bit.
+
+    scale = largest number of the format / largest element       x8 = x * scale, rounded and saturated       x is about x8 / scale
+
+Source: TransformerEngine's current scaling, whose formulas these are, but for infinite elements, which it hides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..gpu.launch import Launch
+from ..group.domain import OverlapDomain
+from .launch import aligned, multiprocessors
+
+FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights, and of gradients
+_BLOCK, _TILE = 8192, dict(BLOCK_M=128, BLOCK_K=64, num_warps=8)  # what a program reads at once
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """x [M, K] in fp8. rows: as x lies; columns: [K, M], contiguous; None: not asked for. inverse: fp32 [1], 1 / scale."""
+
+    rows: torch.Tensor | None
+    columns: torch.Tensor | None
+    inverse: torch.Tensor
+
+
+def largest(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitudes of parts of x, fp32 [parts], as many as `parts` says; NaN, if one element is."""
+    if not domain.on_gpu:
+        return x.abs().amax().float().view(1)
+    x = x.contiguous()
+    amax = torch.empty(parts(domain), dtype=torch.float32, device=x.device)
+    values = (x.data_ptr(), amax.data_ptr())
+    domain.launches.run(("amax", x.shape, x.dtype, aligned(*values)), values, _amax_launch, x, amax)
+    return amax
+
+
+def parts(domain: OverlapDomain) -> int:
+    """One for each SM, on CPUs one: of how many parts a rank tells the largest element."""
+    return multiprocessors(domain.device) if domain.on_gpu else 1
+
+
+def quantized(
+    domain: OverlapDomain, x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False
+) -> Quantized:  # fmt: skip
+    """x [M, K] as numbers of `dtype`. amax: fp32 [parts], of all parts of the tensor that share the scale."""
+    if not domain.on_gpu:
+        return quantized_by_torch(x, amax, dtype, rows, columns)
+    x = x.contiguous()
+    by_rows = x.new_empty(x.shape, dtype=dtype) if rows else None
+    by_columns = x.new_empty(x.shape[::-1], dtype=dtype) if columns else None
+    made = Quantized(by_rows, by_columns, torch.empty(1, dtype=torch.float32, device=x.device))
+    one = by_rows if by_columns is None else by_columns
+    assert one is not None, "rows, columns, or both"
+    tensors = (x, amax, one if by_rows is None else by_rows, one, made.inverse)
+    values = tuple(tensor.data_ptr() for tensor in tensors)
+    key = ("quantize", x.shape, x.dtype, dtype, rows, columns, amax.numel(), aligned(*values))
+    domain.launches.run(key, values, _quantize_launch, *tensors, rows, columns)
+    return made
+
+
+def quantized_by_torch(
+    x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, rows: bool = True, columns: bool = False
+) -> Quantized:
+    """As quantized, in operations of torch."""
+    most, amax = torch.finfo(dtype).max, amax.amax().view(1)
+    scale = torch.full_like(amax, most).div(amax)  # a number over a tensor would be its reciprocal, times the number
+    scale = torch.where(amax == 0, 1.0, scale).clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where(amax.isinf(), torch.nan, scale)  # what is infinite, or no number, shows on every rank
+    x8 = (x.float() * scale).clamp(-most, most).to(dtype)
+    return Quantized(x8 if rows else None, x8.t().contiguous() if columns else None, 1 / scale)
+
+
+def transposed(domain: OverlapDomain, x8: torch.Tensor) -> torch.Tensor:
+    """x8 [M, K] as [K, M], contiguous."""
+    if not domain.on_gpu:
+        return x8.t().contiguous()
+    y8 = x8.new_empty(x8.shape[::-1])
+    values = (x8.data_ptr(), y8.data_ptr())
+    domain.launches.run(("transpose", x8.shape, aligned(*values)), values, _transpose_launch, x8, y8)
+    return y8
+
+
+def _amax_launch(x: torch.Tensor, amax: torch.Tensor) -> Launch:
+    from ..kernels.quantize import amax_kernel
+
+    arguments = dict(x_ptr=x, amax_ptr=amax, size=x.numel())
+    return Launch(amax_kernel, (amax.numel(),), arguments, dict(BLOCK=_BLOCK, num_warps=8), (("x_ptr",), ("amax_ptr",)))
+
+
+def _quantize_launch(
+    x: torch.Tensor, amax: torch.Tensor, by_rows: torch.Tensor, by_columns: torch.Tensor, inverse: torch.Tensor, rows: bool,
+    columns: bool,
+) -> Launch:  # fmt: skip
+    from ..kernels.quantize import quantize_kernel
+
+    names, (m, k), count = ("x_ptr", "amax_ptr", "by_rows_ptr", "by_columns_ptr", "inverse_ptr"), x.shape, amax.numel()
+    arguments = dict(zip(names, (x, amax, by_rows, by_columns, inverse), strict=True)) | dict(m=m, k=k, count=count)
+    constants = dict(
+        MOST=torch.finfo(by_rows.dtype).max, PADDED=1 << (count - 1).bit_length(), ROWS=rows, COLUMNS=columns, **_TILE
+    )
+    return Launch(quantize_kernel, _grid(m, k), arguments, constants, tuple((name,) for name in names))
+
+
+def _transpose_launch(x8: torch.Tensor, y8: torch.Tensor) -> Launch:
+    from ..kernels.quantize import transpose_kernel
+
+    m, k = x8.shape
+    arguments = dict(x_ptr=x8.view(torch.uint8), y_ptr=y8.view(torch.uint8), m=m, k=k)
+    return Launch(transpose_kernel, _grid(m, k), arguments, dict(_TILE), (("x_ptr",), ("y_ptr",)))
+
+
+def _grid(m: int, k: int) -> tuple[int]:
+    return (-(-m // _TILE["BLOCK_M"]) * -(-k // _TILE["BLOCK_K"]),)

@@ -1,0 +1,61 @@
+"""The kernels that make fp8 of matrices, interpreted, against torch to the bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train.gpu.launch import LaunchCache
+from overlap_train.ops import quantize
+from overlap_train.ops.quantize import FORWARD, GRADIENT
+
+
+@pytest.fixture
+def domain(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What quantize.py needs of a domain on a GPU of four SMs."""
+    monkeypatch.setattr(quantize, "multiprocessors", lambda device: 4)
+    return SimpleNamespace(on_gpu=True, device=None, launches=LaunchCache(None, 0))
+
+
+def keeps_its_exponent(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """Triton's interpreter forgets the carry where a number is rounded up to the next power of two, and rounds subnormals down (and ties
+    up, of which random numbers have none)."""
+    is_normal = x.abs() >= torch.finfo(rounded.dtype).smallest_normal
+    return (x == 0) | (is_normal & (x.abs().frexp().exponent == rounded.float().abs().frexp().exponent))
+
+
+@pytest.mark.parametrize("dtype", [FORWARD, GRADIENT])
+@pytest.mark.parametrize(("m", "k"), [(70, 48), (16, 16), (300, 200)])
+def test_rows_and_columns_are_torchs(domain: Any, m: int, k: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(m)
+    x = torch.randn(m, k, generator=generator) * torch.randn(m, 1, generator=generator).exp()
+    amax = quantize.largest(domain, x)
+    assert amax.shape == (4,) and amax.max() == x.abs().max()
+    made, right = (
+        quantize.quantized(domain, x, amax, dtype, columns=True),
+        quantize.quantized_by_torch(x, amax, dtype, columns=True),
+    )
+    assert made.rows is not None and made.columns is not None and right.rows is not None
+    same = made.rows.view(torch.uint8) == right.rows.view(torch.uint8)
+    kept = keeps_its_exponent(x / right.inverse, right.rows)
+    assert bool((same | ~kept).all()) and kept.float().mean() > 0.8
+    assert torch.equal(made.columns.view(torch.uint8), made.rows.view(torch.uint8).t())
+    assert torch.equal(made.inverse, right.inverse)
+    assert torch.equal(quantize.transposed(domain, right.rows).view(torch.uint8), right.columns.view(torch.uint8))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("strange", [0.0, torch.inf, torch.nan, 1e-45])
+def test_strange_numbers(domain: Any, strange: float) -> None:
+    """An inverse that is no number makes every product so."""
+    x = torch.zeros(16, 16)
+    x[3, 5] = strange
+    amax = quantize.largest(domain, x)
+    inverses = [
+        quantize.quantized(domain, x, amax, FORWARD).inverse,
+        quantize.quantized_by_torch(x, amax, FORWARD).inverse,
+    ]
+    assert torch.equal(*inverses) or all(bool(inverse.isnan().all()) for inverse in inverses)
+    assert bool(inverses[0].isfinite().all()) == (strange in (0.0, 1e-45)) and (strange != 0.0 or inverses[0] == 1)
