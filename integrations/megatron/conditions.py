@@ -7,6 +7,7 @@ Megatron-Core changes built linears: inference toggles `output_layer.sequence_pa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ def has_ulysses(config: TransformerConfig) -> bool:
 NOTHING: Mapping[str, Any] = {}
 _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 _ONLY_TE = "only TransformerEngine's linears compute in it"
+_OTHER_FP8 = f"{_ONLY_TE}, but for hybrid with the recipe tensorwise and weights in their own dtype, which ours do, too"
 _ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
 _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
     "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
@@ -52,7 +54,7 @@ _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
         "with it TransformerEngine computes an MLP without calling its linears",
         "--use-transformer-engine-op-fuser",
     ),
-    "fp8": (_ONLY_TE, "--fp8-format"),
+    "fp8": (_OTHER_FP8, "--fp8-format"),
     "fp4": (_ONLY_TE, "--fp4-format"),
     "cpu_offloading": (_ON_THE_GPU, "--cpu-offloading-num-layers"),
     "fine_grained_activation_offloading": (_ON_THE_GPU, "--fine-grained-activation-offloading"),
@@ -84,10 +86,16 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return _setting(config, "transformer_impl", "overlap is for training", "'local'")
     for field, (rule, flag) in _MUST_BE_OFF.items():
-        if getattr(config, field, None):
+        if getattr(config, field, None) and not (field == "fp8" and is_our_fp8(config)):
             off = "None" if field in ("fp8", "fp4") else "False"
             return _setting(config, field, rule, f"{off} (leave out {flag})")
     return None
+
+
+def is_our_fp8(config: TransformerConfig) -> bool:
+    """Whether our operators multiply as TransformerEngine's fp8 of a model does: with one scale a tensor, found in each call."""
+    recipe = getattr(config, "fp8", None), getattr(config, "fp8_recipe", None)
+    return recipe == ("hybrid", "tensorwise") and not getattr(config, "fp8_param", False)
 
 
 def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:
@@ -117,6 +125,10 @@ def fallback_reason(
     is_row = attribute(linear, "input_is_parallel", False)
     if reason is None and is_row and linear.sequence_parallel and x.shape[0] % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
+    if reason is None and getattr(linear.config, "fp8", None) and not_in_fp8(linear) is None:
+        rows = x.shape[:-1].numel() * (1 if is_row else linear.tp_group.size())
+        if rows % 16 or weight.shape[0] % 16 or weight.shape[1] % 16:
+            return f"fp8 with {rows} rows and a weight {tuple(weight.shape)}: no multiples of 16"
     return reason
 
 
@@ -139,7 +151,7 @@ def standing_reason(linear: ParallelLinear, weight: torch.Tensor | None, exchang
     placement = None if exchanges and not divides_weights(linear) else _placement_reason(linear)
     if placement is None and exchanges and divides_weights(linear) and not linear.sequence_parallel:
         placement = "no sequence parallelism: exchange and tensor parallelism overlap together under it only"
-    reason = placement or _feature_reason(linear)
+    reason = placement or _feature_reason(linear, exchanges)
     if reason is None and weight is not None and getattr(weight, "__fsdp_param__", False):
         return "Megatron-FSDP owns the weight's gradient"
     return reason
@@ -152,9 +164,13 @@ def attribute(holder: Any, name: str, default: Any) -> Any:
 
 
 def not_in_fp8(linear: ParallelLinear) -> str | None:
-    """Why an overlapped linear multiplies in its own dtype where fp8 is asked for; None: it multiplies in fp8."""
+    """Why an overlapped linear multiplies in its own dtype now, where fp8 is asked for, by us or of TransformerEngine; None: it
+    multiplies in fp8. TransformerEngine leaves some layers out, by its context."""
     if linear.overlap.slot == "output":
         return "not in fp8: the output layer"
+    if getattr(linear.config, "fp8", None):
+        enabled = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled()
+        return None if enabled else "not in fp8: TransformerEngine leaves this layer out"
     if not linear.sequence_parallel:
         return "not in fp8: no sequence parallelism"
     if attribute(linear, "is_in_an_exchange", False):
@@ -178,7 +194,7 @@ def _placement_reason(linear: ParallelLinear) -> str | None:
     return None
 
 
-def _feature_reason(linear: ParallelLinear) -> str | None:
+def _feature_reason(linear: ParallelLinear, exchanges: bool) -> str | None:
     config = linear.config
     # TransformerEngine marks the weight
     holder = linear if attribute(linear, "parallel_mode", NOTHING) is NOTHING else linear.weight
@@ -186,8 +202,10 @@ def _feature_reason(linear: ParallelLinear) -> str | None:
         return "generalized tensor parallelism shards the weight again"
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return "transformer_impl=inference_optimized"
-    if getattr(config, "fp8", None) or getattr(config, "fp4", None):
+    if getattr(config, "fp4", None) or (getattr(config, "fp8", None) and not is_our_fp8(config)):
         return "fp8 or fp4: only TransformerEngine's linears compute in it"
+    if getattr(config, "fp8", None) and holder is not linear and (exchanges or not linear.sequence_parallel):
+        return "fp8: ours is for sequence parallelism, without an exchange"
     if getattr(config, "cpu_offloading", False) or getattr(config, "fine_grained_activation_offloading", False):
         return "activations are offloaded to the CPU"
     return None

@@ -89,11 +89,12 @@ class LinearOverlap:
     parts: int | None = None
 
     def __post_init__(self) -> None:
-        of_main_grad = {True: self.config, False: replace(self.config, main_grad="off")}
-        # By whether the weight gradient goes into main_grad, and whether the product is in fp8, if that is asked for.
+        # By whether the weight gradient goes into main_grad, and whether the product is in fp8.
         self._settings = {
-            (adds, in_fp8): config if in_fp8 else replace(config, fp8="off")
-            for adds, config in of_main_grad.items()
+            (adds, in_fp8): replace(
+                self.config, fp8="tensorwise" if in_fp8 else "off", **({} if adds else {"main_grad": "off"})
+            )
+            for adds in (True, False)
             for in_fp8 in (True, False)
         }
 
@@ -114,7 +115,8 @@ class LinearOverlap:
         """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
         gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
-        return self._settings[adds, self.config.fp8 == "off" or not_in_fp8(linear) is None]
+        asks = self.config.fp8 != "off" or getattr(linear.config, "fp8", None)
+        return self._settings[adds, bool(asks) and not_in_fp8(linear) is None]
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
         """Return y, and let `on_gradient` be called when the gradient of y arrives."""
@@ -226,11 +228,13 @@ class _OverlappedTE:
             return ((watched(y[0]), *y[1:]) if isinstance(y, tuple) else watched(y), *others)
         added, returned = biases(self)
         wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
-        if self.overlap.norm is None or not self.sequence_parallel or self.overlap.config.fp8 != "off":
+        together = self.overlap.norm is not None and self.sequence_parallel
+        told = how(self, self.weight) if together else {}
+        if not together or told["config"].fp8 != "off":
             x = normed(self, x)
             y = product(self, x, self.weight, added)
         else:
-            y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **how(self, self.weight))
+            y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **told)
             y = self.overlap.watched(y)
         if not wants_h:
             return y, returned

@@ -180,8 +180,10 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         return replace(row, method="in turn", reasons=(tries,))
     method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
     reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
-    if (fp8 := linear.overlap.config.fp8) != "off":
-        reasons += (not_in_fp8(linear) or f"fp8 {fp8}",)
+    if plan.amax is not None:
+        reasons += (f"fp8 {plan.config.fp8}",)
+    elif linear.overlap.config.fp8 != "off" or getattr(linear.config, "fp8", None):
+        reasons += (not_in_fp8(linear) or "not in fp8",)
     parts = linear.overlap.parts if exchanges_now(linear) and divides_weights(linear) else None
     return replace(row, method=method, reasons=reasons, parts=parts)
 

@@ -55,7 +55,25 @@ def test_gradients_are_transformer_engines(
     assert all(linear.overlapped_calls == MICROBATCHES and not linear.fallback_calls for linear in ran)
 
 
-def test_fp8_is_refused_by_name_or_left_to_transformer_engine(layout: int, device: torch.device, provider: str) -> None:
+def test_fp8_with_one_scale_a_tensor_is_transformer_engines(
+    layout: int, device: torch.device, provider: str, method: str, wait_s: float
+) -> None:
+    """Ours is nearer to TransformerEngine's fp8 than this is to bf16: it rounds the same numbers in the same way."""
+    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise")
+    model = _gpt(layout, OverlapConfig(method=method, provider=provider, timeout_s=wait_s), **fp8)
+    ours, theirs, bf16 = (
+        reduced_gradients(each, device) for each in (model, _gpt(layout, None, **fp8), _gpt(layout, None))
+    )
+    for name, gradient in theirs.items():
+        off, rounded = ((other[name] - gradient).norm() / gradient.norm() for other in (ours, bf16))
+        assert off < max(rounded / 2, 2**-5), f"{name}: {off:.4f}, bf16 {rounded:.4f}"
+    ran = [linear for linear in report(model).linears if linear.slot not in (None, "output")]
+    assert len(ran) == LINEARS - 1 and all("fp8 tensorwise" in linear.reason for linear in ran)
+
+
+def test_other_fp8_is_refused_by_name_or_left_to_transformer_engine(
+    layout: int, device: torch.device, provider: str
+) -> None:
     with pytest.raises(ValueError, match="fp8='hybrid' in the model's config"):
         _gpt(layout, OverlapConfig(provider=provider), fp8="hybrid")
     with contextlib.redirect_stdout(io.StringIO()):

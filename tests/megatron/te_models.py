@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -86,6 +87,28 @@ def training_with_overlap_is_training_without() -> None:
         assert {(linear.method, linear.calls) for linear in linears} == {("chunked", "overlapped 6")}
         for a, b in zip(own.parameters(), overlapped.parameters(), strict=True):
             assert float((a.main_grad - b.main_grad).abs().max()) < 1e-5
+
+
+def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engines() -> None:
+    """Layers that TransformerEngine leaves out stay in bf16. The stand-in has no fp8 itself."""
+    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", attention_dropout=0.0, hidden_dropout=0.0)
+    expected = train(model_of(1, 2, **RMS))
+    state, losses = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager, {}
+    for enabled, said in ((True, "fp8 tensorwise"), (False, "TransformerEngine leaves this layer out")):
+        state.is_fp8_enabled.return_value = enabled
+        model = model_of(1, 2, **RMS, **fp8)
+        quietly_enable(model, OverlapConfig())
+        with patch("megatron.core.fp8_utils.get_fp8_recipe"):  # which asks for a newer version than the stand-in's
+            losses[enabled] = train(model)
+        reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
+        assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
+    assert losses[False] == pytest.approx(expected, rel=1e-5)
+    assert losses[True] == pytest.approx(expected, rel=0.02) and losses[True] != pytest.approx(expected, rel=1e-5)
+    for name, value in (("fp8_recipe", "delayed"), ("fp8", "e4m3"), ("fp8_param", True)):
+        model = model_of(1, 2, **RMS, **fp8)
+        setattr(model.config, name, value)
+        with pytest.raises(ValueError, match="hybrid with the recipe tensorwise"):
+            quietly_enable(model, OverlapConfig())
 
 
 def evaluation_overlaps_and_a_second_enable_changes_nothing() -> None:

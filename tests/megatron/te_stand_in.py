@@ -291,6 +291,7 @@ def install() -> None:
     constants.TE_DType = {dtype: str(dtype) for dtype in (torch.float32, torch.bfloat16)}  # type: ignore[attr-defined]
     module.base = base  # type: ignore[attr-defined]
     _userbuffers(base)
+    fp8.FP8GlobalStateManager = MagicMock()  # type: ignore[attr-defined]  # one, which says whether a layer is in fp8
     package.__version__, package.pytorch, torch_part.fp8 = "2.0.0", torch_part, fp8  # type: ignore[attr-defined]
     for part, name in ((tensors, "Float8Tensor"), (in_float8, "Float8Tensor"), (quantized, "QuantizedTensor")):
         setattr(part, name, type(name, (torch.Tensor,), {}))  # type: ignore[attr-defined]

@@ -21,8 +21,8 @@ def domain(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def keeps_its_exponent(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """Triton's interpreter forgets the carry where a number is rounded up to the next power of two, and rounds subnormals down (and ties
-    up, of which random numbers have none)."""
+    """Triton's interpreter forgets the carry where a number is rounded up to the next power of two, and rounds subnormals down.
+    It rounds ties up, of which random numbers in fp32 have none."""
     is_normal = x.abs() >= torch.finfo(rounded.dtype).smallest_normal
     return (x == 0) | (is_normal & (x.abs().frexp().exponent == rounded.float().abs().frexp().exponent))
 
