@@ -16,7 +16,7 @@ from ..group.domain import OverlapDomain
 from .launch import aligned, multiprocessors
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights, and of gradients
-_BLOCK, _TILE = 8192, dict(BLOCK_M=128, BLOCK_K=64, num_warps=8)  # what a program reads at once
+_BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=64, num_warps=8)  # what a program reads at once
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _amax_launch(x: torch.Tensor, amax: torch.Tensor) -> Launch:
     from ..kernels.quantize import amax_kernel
 
     arguments = dict(x_ptr=x, amax_ptr=amax, size=x.numel())
-    return Launch(amax_kernel, (amax.numel(),), arguments, dict(BLOCK=_BLOCK, num_warps=8), (("x_ptr",), ("amax_ptr",)))
+    return Launch(amax_kernel, (amax.numel(),), arguments, dict(BLOCK=_BLOCK, num_warps=16), (("x_ptr",), ("amax_ptr",)))
 
 
 def _quantize_launch(

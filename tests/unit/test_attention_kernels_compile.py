@@ -41,7 +41,7 @@ TILE = dict(BLOCK_M=128, BLOCK_K=64, num_warps=8, divisible=("m", "k"))
             dict(MOST=448.0, PADDED=256, ROWS=True, COLUMNS=True, **TILE),
             r"cvt\.rn\.satfinite\.e4m3x2\.f32",
         ),
-        ("amax_kernel", dict(BLOCK=8192, num_warps=8, divisible=("x_ptr", "size")), r"ld\.global\.v4"),
+        ("amax_kernel", dict(BLOCK=16384, num_warps=16, divisible=("x_ptr", "size")), r"ld\.global\.v4"),
         ("transpose_kernel", TILE, r"st\.global"),
     ],
 )
