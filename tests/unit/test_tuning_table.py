@@ -31,11 +31,13 @@ WON = Winner(FC1, WHOLE, {FUSED: 1.0, WHOLE: 0.9, COLLECTIVE: 2.0})
 def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = save(str(tmp_path), KEY, [WON])
     other = Winner(FC2, Method("chunked", chunks=4), {Method("chunked", chunks=4): 0.5})
-    assert save(str(tmp_path), KEY, [other]) == path, "added to what is there"
-    assert read(str(tmp_path), KEY) == {FC1.bucket: WON, FC2.bucket: other}
+    in_fp8 = Winner(replace(FC1, fp8=True), FUSED, {FUSED: 0.6})
+    assert save(str(tmp_path), KEY, [other, in_fp8]) == path, "added to what is there"
+    others = {FC2.bucket: other, in_fp8.measured.bucket: in_fp8}
+    assert read(str(tmp_path), KEY) == {FC1.bucket: WON, **others} and len(others) == 2
     again = Winner(replace(FC1, m=7000), Method("chunked"), {Method("chunked"): 0.9})
     save(str(tmp_path), KEY, [again])
-    assert read(str(tmp_path), KEY) == {FC1.bucket: again, FC2.bucket: other}, "the bucket's newest"
+    assert read(str(tmp_path), KEY) == {FC1.bucket: again, **others}, "the bucket's newest"
     assert [file.name for file in tmp_path.iterdir()] == [path.name], "no scratch file stays"
     assert path.stat().st_mode & 0o044 == 0o044, "others may read it"
     found = read(str(tmp_path), KEY)
