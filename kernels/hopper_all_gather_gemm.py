@@ -11,25 +11,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arrivals import units_to_take
-from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip
-from .hopper_tiles import (
-    NO_TILE,
-    PARTS,
-    WARPS,
-    claim_tile,
-    fence_for_tma,
-    load_tile_or_half,
-    make_rings,
-    multiply_tile,
-    next_tile,
-)
+from .hopper_scaled import BLOCKS, UNSCALED, half_product, scale_of_tensors, scales_at, whole_product
+from .hopper_stores import make_outbox, put_quarter, store_strip
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings, next_tile
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
 from .tiles import WHOLE, columns_of, cut_of_gather, gather_strip, pieces_below, tile_and_side, tile_in_run
 
 # Warps of a CTA that send rows; with the loading and the storing one they are the four that there is room for.
 SENDERS = gl.constexpr(2)
-VECTOR = gl.constexpr(8)  # elements that a thread stores at once: 16 bytes
 
 
 @gluon.jit
@@ -79,28 +69,42 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, PART: gl.constexpr, WORLD: gl.constexpr,
-                   CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-                   STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
+                   WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
+                   BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+                   B_IS_NK: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
     """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
-    _, _, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
+    m_chunk = m_shard // CHUNKS
+    strips, tiles_n, _, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
+    scale = scale_of_tensors(scales, SCALING)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        _, side = tile_and_side(index, halved)
+        tile, side = tile_and_side(index, halved)
+        at = None
+        if SCALING >= BLOCKS:
+            pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+            source, chunk, strip = gather_strip(2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS)
+            row = gl.where(source == rank, 0, source * m_shard) + chunk * m_chunk + strip * ROWS
+            col, _ = columns_of(tile_n, side, BLOCK_N)
+            a_scale_ptr = gl.where(source == rank, scales[0], scales[1])
+            at = scales_at(a_scale_ptr, scales, row, m_chunk - strip * ROWS, col, n, SCALING)
         if side == WHOLE:
-            acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
-            acc = _unless_aborted(acc, abort_ptr)
-            left, right = split_tile(acc, ROWS, BLOCK_N)
+            left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N,
+                                              STAGES, B_IS_NK, SCALING)  # fmt: skip
+            if gl.load(abort_ptr, volatile=True) != 0:
+                left, right = left + float("nan"), right + float("nan")
             put_quarter(outbox, turn, left, PART, 0, BUFFERS=1)
             put_quarter(outbox, turn, right, PART, 1, BUFFERS=1)
         else:
-            half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, BLOCK_N // 2, STAGES, B_IS_NK)
-            half = _unless_aborted(half, abort_ptr)
+            half, step = half_product(panels, step, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N // 2, STAGES,
+                                      B_IS_NK, SCALING)  # fmt: skip
+            if gl.load(abort_ptr, volatile=True) != 0:
+                half = half + float("nan")
             put_quarter(outbox, turn, half, PART, 0, BUFFERS=1)
         turn += 1
         index = next_tile(tiles, turn, WARPS)
@@ -133,28 +137,29 @@ def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.con
     if DIRECT:
         sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
         m_shard, _, k = sizes
+        VECTOR: gl.constexpr = (
+            128 // own_ptr.dtype.element_ty.primitive_bitwidth
+        )  # what a thread stores at once: 16 bytes
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
         store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        next_word(gl.load(words[3]), words[6]), WORLD, CHUNKS, PIECE, STEP, EXCHANGE)  # fmt: skip
 
 
-@gluon.jit
-def _unless_aborted(acc, abort_ptr):
-    """acc, or NaN once a wait gave up: whatever was loaded must not look like a result."""
-    if gl.load(abort_ptr, volatile=True) != 0:
-        acc = acc + float("nan")
-    return acc
-
-
-@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
+@gluon.jit(
+    do_not_specialize=[
+        "m_shard", "rank", "tag", "limit", "leaves", "a_scale_row", "a_scale_step", "b_scale_row", "b_scale_step",
+    ]
+)  # fmt: skip
 def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
     STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr, a_scale_ptr=None, gathered_scale_ptr=None,
+    b_scale_ptr=None, a_scale_row=None, a_scale_step=None, b_scale_row=None, b_scale_step=None,
+    SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
     [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows.
@@ -168,11 +173,12 @@ def hopper_all_gather_gemm_kernel(
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
+    scales = (a_scale_ptr, gathered_scale_ptr, b_scale_ptr, a_scale_row, a_scale_step, b_scale_row, b_scale_step)
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 0, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
-                          BLOCK_K, STAGES, B_IS_NK)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 1, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
-                          BLOCK_K, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),

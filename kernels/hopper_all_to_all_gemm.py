@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from .arrivals import units_to_take
 from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows, store_tiles
+from .hopper_scaled import UNSCALED
 from .hopper_stores import make_outbox
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
 from .order import received_block
@@ -79,10 +80,10 @@ def hopper_all_to_all_gemm_kernel(
     sizes = (m_shard, n, k)
     whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)  # as the multiplying warps see it: whole panels
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, whole, 0, 1, CHUNKS, BLOCK_M, BLOCK_N,
-                          BLOCK_K, STAGES, B_IS_NK)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, whole, 1, 1, CHUNKS, BLOCK_M, BLOCK_N,
-                          BLOCK_K, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, 0, whole, (), 0, 1, 1, CHUNKS, BLOCK_M,
+                          BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, UNSCALED)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, 0, whole, (), 1, 1, 1, CHUNKS, BLOCK_M,
+                          BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, UNSCALED)),
         (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, 0, whole, 1, 1, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),

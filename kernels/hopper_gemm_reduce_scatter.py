@@ -17,7 +17,8 @@ for what their peers' CTAs owe in those that come after (units_in_run).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip, stores_are_written
+from .hopper_scaled import BLOCKS, UNSCALED, half_product, no_whole_product, scale_of_tensors, scales_at, whole_product
+from .hopper_stores import make_outbox, put_quarter, store_strip, stores_are_written
 from .hopper_tiles import (
     NO_TILE,
     PARTS,
@@ -29,7 +30,6 @@ from .hopper_tiles import (
     load_halves,
     load_tile_or_half,
     make_rings,
-    multiply_tile,
     next_tile,
     pass_tile,
 )
@@ -80,32 +80,36 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
 
 
 @gluon.jit
-def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, PART: gl.constexpr,
+def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
               WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
               REDUCE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-              STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
+              STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
     """A multiplying group: multiplies strip PART of each tile, adds what the peers have sent to own rows (REDUCE), and puts
     it into the outbox, a quarter of a whole tile at a time."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     HALF: gl.constexpr = BLOCK_N // 2
     m_shard, n, k = sizes
-    strips, tiles_n, _, halved = cut_of_scatter(
-        m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD, CHUNKS, RUN
-    )
+    m_chunk = m_shard // CHUNKS
+    strips, tiles_n, _, halved = cut_of_scatter(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD, CHUNKS, RUN)
     k_steps = gl.cdiv(k, BLOCK_K)
+    scale = scale_of_tensors(scales, SCALING)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        run, pair, _ = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
+        target, chunk, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        at = None
+        if SCALING >= BLOCKS:  # not where columns are exchanged
+            row, col = target * m_shard + chunk * m_chunk + strip * ROWS, columns_of(tile_n, side, BLOCK_N)[0]
+            at = scales_at(scales[0], scales, row, m_chunk - strip * ROWS, col, n, SCALING)
         if side == WHOLE:
             if strip < strips:
-                acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+                left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N,
+                                                  STAGES, B_IS_NK, SCALING)  # fmt: skip
             else:  # beyond the run: it has no rows, and the other group has the tensor cores for itself
-                acc, step = pass_tile(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
-            left, right = split_tile(acc, ROWS, BLOCK_N)
+                left, right, step = no_whole_product(panels, step, k_steps, ROWS, BLOCK_N, STAGES, SCALING)
             if REDUCE and target == rank:
                 # In the order of ranks. Unrolled, the additions came last and 550 bytes spilled.
                 for _ in range(WORLD - 1):
@@ -116,7 +120,8 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
             put_quarter(outbox, turn, right, PART, 1, BUFFERS)
         else:  # of own rows
             if strip < strips:
-                half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, HALF, STAGES, B_IS_NK)
+                half, step = half_product(panels, step, b_half_desc, k_steps, scale, at, PART, ROWS, HALF, STAGES,
+                                          B_IS_NK, SCALING)  # fmt: skip
             else:
                 half, step = pass_tile(panels, step, k_steps, ROWS, HALF, STAGES)
             if REDUCE:
@@ -189,7 +194,9 @@ def _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, of_chunk, expec
         notify_copy_engine(counter_ptr, stored)
 
 
-@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
+@gluon.jit(
+    do_not_specialize=["m_shard", "rank", "tag", "limit", "a_scale_row", "a_scale_step", "b_scale_row", "b_scale_step"]
+)
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, b_half_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc,
     m_shard, n, k,
@@ -197,6 +204,8 @@ def hopper_gemm_reduce_scatter_kernel(
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
     REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    a_scale_ptr=None, b_scale_ptr=None, a_scale_row=None, a_scale_step=None, b_scale_row=None, b_scale_step=None,
+    SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
@@ -215,11 +224,12 @@ def hopper_gemm_reduce_scatter_kernel(
     places = (to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc)
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
+    scales = (a_scale_ptr, None, b_scale_ptr, a_scale_row, a_scale_step, b_scale_row, b_scale_step)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 0, WORLD, LOCAL, CHUNKS,
-                     RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
-        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, 1, WORLD, LOCAL, CHUNKS,
-                     RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL,
+                     CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS, SCALING)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL,
+                     CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS, SCALING)),
         (_load, (panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes, WORLD, LOCAL, CHUNKS,
                  RUN, DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, LOCAL,

@@ -131,7 +131,7 @@ def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc,
 def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
     """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large as one block, or two or four."""
     place = panels[1].index(stage)
-    FIT: gl.constexpr = place.shape[0] * place.shape[1] // (desc.block_type.shape[0] * desc.block_type.shape[1])
+    FIT: gl.constexpr = place.shape[0] * place.shape[1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)
     return reinterpret(place, desc.dtype, [FIT] + desc.block_type.shape, desc.layout).index(PLACE)
 
 
@@ -144,7 +144,7 @@ def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.co
     b_desc: as for load_tile; its block has COLS columns.
     """
     a_ring, _, panel_full, panel_free = panels
-    acc = no_product(ROWS, COLS)
+    acc = no_product(panels, ROWS, COLS)
     for k in range(k_steps):
         stage = step % STAGES
         mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
@@ -170,14 +170,15 @@ def pass_tile(panels, step, k_steps, ROWS: gl.constexpr, COLS: gl.constexpr, STA
         mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
         mbarrier.arrive(panel_free.index(stage), count=1)
         step += 1
-    return no_product(ROWS, COLS), step
+    return no_product(panels, ROWS, COLS), step
 
 
 @gluon.jit
-def no_product(ROWS: gl.constexpr, COLS: gl.constexpr):
+def no_product(panels, ROWS: gl.constexpr, COLS: gl.constexpr):
     """Zeros [ROWS, COLS] fp32, where the tensor cores add up a group's products."""
+    DEPTH: gl.constexpr = 256 // panels[0].dtype.primitive_bitwidth  # one instruction takes 32 bytes of a row
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLS, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, COLS, DEPTH]
     )
     return gl.zeros((ROWS, COLS), gl.float32, layout)
 

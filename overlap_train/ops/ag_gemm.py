@@ -112,17 +112,18 @@ class FusedAllGatherGemm(ChunkedAllGatherGemm):
 
     _is_over = False  # whether the kernel has run, or copies have sent what it would have
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: Right) -> torch.Tensor:
         if self._is_over:  # everything is here, and a kernel that has run has used up its tile counter
-            return self.gathered_view() @ b_kn
+            return multiply(self.gathered_view(), b_kn)
         self._is_over = True
-        y = self._own.new_empty(self._own.shape[0] * self._domain.world_size, b_kn.shape[1])
+        rows = self._own.shape[0] * self._domain.world_size
+        y = self._own.new_empty(rows, b_kn.shape[1], dtype=self._plan.dtype)
         # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That takes 3 us if all
         # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
         self._multiply(b_kn, y)
         return y
 
-    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
+    def _multiply(self, b_kn: Right, y: torch.Tensor) -> None:
         """Fill y."""
         launch.receive_and_multiply(self._domain, self._call, self._plan, self._own, b_kn, y)
 

@@ -78,12 +78,13 @@ class FusedGemmReduceScatter(ChunkedGemmReduceScatter):
 
     def _start(self) -> None:
         self._open()
-        staging = self._a.new_empty(self._domain.world_size, *self._y.shape)
+        staging = self._y.new_empty(self._domain.world_size, *self._y.shape)
         launch.multiply_and_push(self._domain, self._call, self._plan, self._a, self._b, staging, self._y)
 
     def _open(self) -> None:
-        self._y = self._a.new_empty(self._a.shape[0] // self._domain.world_size, self._b.shape[1])  # perhaps a partial
-        self._call = self._domain.workspace.open(self._y.shape, self._a.dtype, self._tag, self._plan.chunks)
+        shape, dtype = (self._a.shape[0] // self._domain.world_size, self._b.shape[1]), self._plan.dtype
+        self._y = self._a.new_empty(shape, dtype=dtype)  # perhaps a partial
+        self._call = self._domain.workspace.open(self._y.shape, dtype, self._tag, self._plan.chunks)
 
     def finish(self) -> torch.Tensor:
         if self._plan.reduces_later:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,17 +17,19 @@ from ..group.domain import OverlapDomain
 from ..group.slots import Call
 from ..schedule.order import units_in_run
 from ..select.tiles import HOPPER, HOPPER_TILE
+from .product import Fp8Matrix, Right
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
 
 BLOCK_M, BLOCK_N, BLOCK_K = HOPPER_TILE.block_m, HOPPER_TILE.block_n, HOPPER_TILE.block_k
+PANEL_BYTES = 2 * BLOCK_K  # of a row in a panel: 64 numbers of two bytes, 128 of one
 # A strip, which each of two multiplying groups has of a tile, and half a tile's columns: it stores one such quarter at a time.
 PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
 # Tiles that are stored at a peer leave at NVLink's pace: a buffer for each quarter of one, and a stage less, hide that.
 STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
-# What a CTA that sends rows has in flight, in elements. More takes from the product and sends no faster (benchmarks/notes.md).
-STEP = 1024
+# What a CTA that sends rows has in flight, in bytes. More takes from the product and sends no faster (benchmarks/notes.md).
+STEP = 2048
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
 LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
@@ -75,8 +77,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def receive_and_multiply(
-    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor,
-    leaves: bool = False,
+    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b: Right, y: torch.Tensor, leaves: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernel that fills y with the product of what arrives:
 
@@ -86,15 +87,16 @@ def receive_and_multiply(
     By `direct` it also stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
     multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
     """
-    own = readable(plan, own)
+    (b_kn, scaling), own = unscaled(b), readable(plan, own)
     own_at = own.data_ptr()
     block = own[domain.rank] if plan.kind.sums_blocks else own
     addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
     # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
     is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)  # Hopper's take aligned operands only
     key = (plan, leaves, b_kn.shape, b_kn.stride(), is_aligned)
-    told = (domain, call, plan, own, block, b_kn, y, leaves)
-    call.launches.run(key, (*addresses, call.tag.word), _gather_launch, *told)
+    told = (domain, call, plan, own, block, b_kn, y, leaves, scaling)
+    values = (*addresses, call.tag.word)
+    call.launches.run(key, values + scaling.addresses if scaling.inverses else values, _gather_launch, *told)
 
 
 def readable(plan: EnginePlan, own: torch.Tensor) -> torch.Tensor:
@@ -105,8 +107,8 @@ def readable(plan: EnginePlan, own: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_and_send(
-    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor,
-    staging: torch.Tensor | None, y: torch.Tensor,
+    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b: Right, staging: torch.Tensor | None,
+    y: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch the kernel that multiplies and fills `staging` [W, *y.shape], what the peers get, or, where that is None, the peers'
     slots; and y:
@@ -115,7 +117,7 @@ def multiply_and_send(
                      partial
         GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
     """
-    a_at, (pitch, step) = a_mk.data_ptr(), a_mk.stride()
+    (b_kn, scaling), a_at, (pitch, step) = unscaled(b), a_mk.data_ptr(), a_mk.stride()
     if plan.kernels == HOPPER and (a_at % 16 or step != 1 or pitch <= 0 or pitch * a_mk.itemsize % 16):
         # TMA could not read it: an expanded gradient, a slice that starts between 16-byte words
         a_mk = a_mk.clone(memory_format=torch.contiguous_format)
@@ -124,18 +126,52 @@ def multiply_and_send(
     addresses = (a_at, b_kn.data_ptr(), y_at if staging is None else staging.data_ptr(), y_at)
     is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)
     key = (plan, pitch, step, b_kn.shape, b_kn.stride(), is_aligned)  # a's shape follows, as above
-    told = (domain, call, plan, a_mk, b_kn, staging, y)
-    call.launches.run(key, (*addresses, call.tag.word), _scatter_launch, *told)
+    told = (domain, call, plan, a_mk, b_kn, staging, y, scaling)
+    values = (*addresses, call.tag.word)
+    call.launches.run(key, values + scaling.addresses if scaling.inverses else values, _scatter_launch, *told)
 
 
 def multiply_and_push(
-    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor, staging: torch.Tensor,
-    y: torch.Tensor,
+    domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b: Right, staging: torch.Tensor, y: torch.Tensor,
 ) -> None:  # fmt: skip
     """multiply_and_send into `staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
     routes = call.routes(plan.transfers, tiles=tiles_of_chunk(plan, y))
     call.next_epoch()
-    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b_kn, staging, y), staging, routes)
+    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b, staging, y), staging, routes)
+
+
+class Scaling(NamedTuple):
+    """What a kernel of Hopper is told of operands in fp8. inverses: by what its product is multiplied, fp32 [1] of each operand;
+    none of other operands. fast: see Fp8Matrix."""
+
+    inverses: tuple[torch.Tensor, ...] = ()
+    fast: bool = False
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(inverse.data_ptr() for inverse in self.inverses)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """SCALING of kernels/hopper_scaled.py."""
+        return {"SCALING": 1 if self.fast else 2} if self.inverses else {}
+
+    def replaced(self, of_a: tuple[str, ...]) -> Replaced:
+        """of_a: the names that take the inverse of the left operand."""
+        return (of_a, ("b_scale_ptr",)) if self.inverses else ()
+
+    def arguments(self, of_a: tuple[str, ...]) -> dict[str, Any]:
+        return {name: one for names, one in zip(self.replaced(of_a), self.inverses, strict=True) for name in names}
+
+
+UNSCALED = Scaling()
+
+
+def unscaled(b: Right) -> tuple[torch.Tensor, Scaling]:
+    """The numbers of a right operand [K, N], and what they are scaled by."""
+    if isinstance(b, Fp8Matrix):
+        return b.b_nk.t(), Scaling((b.a_inverse, b.b_inverse), b.fast)
+    return b, UNSCALED
 
 
 def tiles_of_chunk(plan: EnginePlan, y: torch.Tensor) -> int:
@@ -160,10 +196,10 @@ def is_interpreted() -> bool:
 
 def _gather_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, block: torch.Tensor, b_kn: torch.Tensor,
-    y: torch.Tensor, leaves: bool,
+    y: torch.Tensor, leaves: bool, scaling: Scaling,
 ) -> Launch:  # fmt: skip
-    """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, tag. block: own [M/W, K] in AG +
-    GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
+    """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, tag, scales. block: own [M/W, K]
+    in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
     (m_shard, k), n, sends = own.shape[-2:], b_kn.shape[1], plan.method == "direct"
     exchange = plan.kind.sums_blocks
     blocks = 1 if exchange else domain.world_size  # of rows of y
@@ -171,10 +207,10 @@ def _gather_launch(
     arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k)
     if plan.kernels == HOPPER:
         arguments |= dict(
-            own_desc=_descriptor(block, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
+            own_desc=_panel(block), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
             y_desc=_stored(y, blocks * call.chunks),
-        ) | {f"{received}_desc": _descriptor(call.blocks.flatten(0, 1), PART_M, BLOCK_K)}  # fmt: skip
-        constants = _hopper_constants(b_kn, STAGES) | {"STEP": STEP}
+        ) | {f"{received}_desc": _panel(call.blocks.flatten(0, 1))}  # fmt: skip
+        constants = _hopper_constants(b_kn, STAGES) | {"STEP": STEP // own.itemsize}
         # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
         halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
         programs = multiprocessors(domain.device) if sends else halves
@@ -188,26 +224,30 @@ def _gather_launch(
         sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at, leaves=int(leaves),
         here_ptr=call.slot.counters.here,
     )  # fmt: skip
-    # PIECE: elements that are claimed and counted at once, of a chunk of fewer than 2^31 (4 GiB in bf16): 32 KB in bf16, which
-    # take a CTA a few microseconds; two or more of a chunk in the tests.
-    constants |= dict(DIRECT=sends, PIECE=16384 if on_a_gpu(domain) else 64) | _protocol_constants(domain, call)
+    # PIECE: elements that are claimed and counted at once, of a chunk of fewer than 2^31 (4 GiB in bf16): 32 KB, which take a CTA
+    # a few microseconds; two or more of a chunk in the tests.
+    constants |= dict(DIRECT=sends, PIECE=(1 << 15) // own.itemsize if on_a_gpu(domain) else 64)
+    constants |= _protocol_constants(domain, call) | scaling.constants
+    arguments |= protocol_arguments(domain, call, sends) | scaling.arguments(("a_scale_ptr", "gathered_scale_ptr"))
     grid = grid_size(programs, domain.device, plan.sm_margin)
-    return Launch(_kernel(plan), grid, arguments | protocol_arguments(domain, call, sends), constants, replaced)
+    return Launch(
+        _kernel(plan), grid, arguments, constants, replaced + scaling.replaced(("a_scale_ptr", "gathered_scale_ptr"))
+    )
 
 
 def _scatter_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor,
-    staging: torch.Tensor | None, y: torch.Tensor,
+    staging: torch.Tensor | None, y: torch.Tensor, scaling: Scaling,
 ) -> Launch:  # fmt: skip
     """The Launch of multiply_and_send. Values replaced at each launch: a, b, staging (on Hopper unused where the kernel stores at
-    the peers, else y then), y, tag."""
+    the peers, else y then), y, tag, scales."""
     m_shard, n = y.shape
     direct, exchange = staging is None, plan.kind.splits_columns
     adds = not exchange and not plan.reduces_later
     arguments: dict[str, Any] = dict(m_shard=m_shard, n=n, k=a_mk.shape[1])
     if plan.kernels == HOPPER:
         arguments |= dict(
-            a_desc=_descriptor(a_mk, PART_M, BLOCK_K), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
+            a_desc=_panel(a_mk), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
             y_desc=_stored(y, call.chunks), received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
         )  # fmt: skip
         arguments |= _places(domain, call, staging, arguments["y_desc"])
@@ -225,9 +265,12 @@ def _scatter_launch(
         )  # fmt: skip
         constants, count = _portable_constants(plan, domain), plan.tile.count(m_shard, n)
         replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
-    constants |= dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call)
+    constants |= (
+        dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call) | scaling.constants
+    )
+    arguments |= protocol_arguments(domain, call, direct) | scaling.arguments(("a_scale_ptr",))
     grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
-    return Launch(_kernel(plan), grid, arguments | protocol_arguments(domain, call, direct), constants, replaced)
+    return Launch(_kernel(plan), grid, arguments, constants, replaced + scaling.replaced(("a_scale_ptr",)))
 
 
 def _kernel(plan: EnginePlan) -> Any:
@@ -248,7 +291,7 @@ def _places(domain: OverlapDomain, call: Call, staging: torch.Tensor | None, unu
 
 
 def _hopper_constants(b_kn: torch.Tensor, stages: int) -> dict[str, Any]:
-    tile = dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m)
+    tile = dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=PANEL_BYTES // b_kn.itemsize, GROUP_M=HOPPER_TILE.group_m)
     return dict(STAGES=stages, B_IS_NK=b_kn.stride(0) == 1, **tile, **LAUNCH)
 
 
@@ -260,11 +303,15 @@ def _portable_constants(plan: EnginePlan, domain: OverlapDomain) -> dict[str, An
     )  # fmt: skip
 
 
+def _panel(a_mk: torch.Tensor) -> Any:
+    """The descriptor of a matrix [M, K] in panels, each of a strip's rows."""
+    return _descriptor(a_mk, PART_M, PANEL_BYTES // a_mk.itemsize)
+
+
 def _operand(b_kn: torch.Tensor, cols: int) -> Any:
     """The descriptor of b_kn [K, N] as it lies in memory, [N, K] or [K, N], in panels of `cols` columns."""
-    if b_kn.stride(0) == 1:
-        return _descriptor(b_kn.t(), cols, BLOCK_K)
-    return _descriptor(b_kn, BLOCK_K, cols)
+    depth = PANEL_BYTES // b_kn.itemsize
+    return _descriptor(b_kn.t(), cols, depth) if b_kn.stride(0) == 1 else _descriptor(b_kn, depth, cols)
 
 
 def _stored(matrix: torch.Tensor, chunks: int) -> Any:
@@ -280,6 +327,7 @@ def _descriptor(tensor: torch.Tensor, *block: int) -> Any:
 
 @functools.cache
 def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
 
-    return NVMMASharedLayout.get_default_for(list(block), bfloat16 if dtype == torch.bfloat16 else float16)
+    kinds = {torch.bfloat16: bfloat16, torch.float16: float16}  # a layout knows how many bits a number has
+    return NVMMASharedLayout.get_default_for(list(block), kinds.get(dtype, float8e4nv))

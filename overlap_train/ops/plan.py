@@ -177,7 +177,7 @@ def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: t
     if not choice.how.multiplies:
         return LIBRARY
     readable = all(tma_reads(device, pass_.dtype, *cols) for cols in ((pass_.k, pass_.n), (pass_.row_features, 0)))
-    if w.dim() != 2 or not readable or not tma_reads_weight(w):
+    if w.dim() != 2 or not readable or not (pass_.fp8 or tma_reads_weight(w)):  # what is made in fp8 lies as it must
         return PORTABLE
     too_many = not kind.receives and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
     return PORTABLE if too_many else HOPPER

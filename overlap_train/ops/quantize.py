@@ -89,7 +89,9 @@ def _amax_launch(x: torch.Tensor, amax: torch.Tensor) -> Launch:
     from ..kernels.quantize import amax_kernel
 
     arguments = dict(x_ptr=x, amax_ptr=amax, size=x.numel())
-    return Launch(amax_kernel, (amax.numel(),), arguments, dict(BLOCK=_BLOCK, num_warps=16), (("x_ptr",), ("amax_ptr",)))
+    return Launch(
+        amax_kernel, (amax.numel(),), arguments, dict(BLOCK=_BLOCK, num_warps=16), (("x_ptr",), ("amax_ptr",))
+    )
 
 
 def _quantize_launch(

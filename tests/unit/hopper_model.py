@@ -19,6 +19,7 @@ from overlap_train.kernels import arrivals, hopper_tiles, order, signal, tiles
 from overlap_train.kernels import hopper_all_gather_gemm as gather
 from overlap_train.kernels import hopper_all_to_all_gemm as receive
 from overlap_train.kernels import hopper_gemm_reduce_scatter as scatter
+from overlap_train.kernels import hopper_scaled as scaled
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops.launch import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, PART_M
 from overlap_train.schedule.kinds import Kind
@@ -333,13 +334,22 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
         assert half == sum(step.startswith("put") for step in did[-1]), "left, then right"
         did[-1].append("put NaN" if isnan(values) else "put")
 
-    names = dict(next_tile=loads.next_tile, multiply_tile=multiply_tile, pass_tile=pass_tile, add_halves=add_halves)
-    names |= dict(add_half=add_half, put_quarter=put_quarter, split_tile=lambda *args: (0, 1), range=range)
+    names = _products(multiply_tile=multiply_tile, pass_tile=pass_tile)
+    names |= dict(
+        next_tile=loads.next_tile, add_halves=add_halves, add_half=add_half, put_quarter=put_quarter, range=range
+    )
     language = SimpleNamespace(**vars(loads.language) | {"load": lambda *args, **kwargs: int(gave_up)})
     python_of(scatter._multiply, **names, **ORDER, gl=language)(
-        None, None, None, "b", "half of b", None, None, p.rank, p.sizes, part, *switches, *_BLOCKS, 4, True, 1
+        None, None, None, "b", "half of b", None, None, p.rank, p.sizes, (), part, *switches, *_BLOCKS, 4, True, 1, 0
     )
     return did
+
+
+def _products(**names: Any) -> dict[str, Any]:
+    """What multiplying groups call. names: what takes the place of products of tiles."""
+    names |= dict(split_tile=lambda *args: (0, 1))
+    called = ("scale_of_tensors", "whole_product", "half_product", "no_whole_product")
+    return names | {name: python_of(getattr(scaled, name), **names) for name in called}
 
 
 def run_gather(p: Product, exchange: bool, arrivals: Iterable[set[tuple[int, int]]] = ()) -> tuple[Loads, Stored]:
@@ -384,12 +394,12 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
         for half in range(halves):
             desc.store(chunk, row, col + half * HALF_N, part, half, tiles[turn])
 
-    names = dict(next_tile=next_tile, multiply_tile=multiply_tile, put_quarter=put_quarter, store_strip=store_strip)
-    names |= dict(split_tile=lambda *args: (0, 1), _unless_aborted=lambda acc, abort: acc)
+    names = _products(multiply_tile=multiply_tile)
+    names |= dict(next_tile=next_tile, put_quarter=put_quarter, store_strip=store_strip)
     for part in range(2):
         put.clear()
         python_of(gather.multiply_tiles, **names, **ORDER)(
-            None, None, None, None, None, None, p.sizes, part, world, p.chunks, BLOCK_M, BLOCK_N, BLOCK_K, 4, True
+            None, None, None, None, None, None, rank, p.sizes, (), part, world, local, p.chunks, *_BLOCKS, 4, True, 0
         )
         assert put == [list(range(tile.halves)) for tile in tiles]
     python_of(gather.store_tiles, **names, **ORDER)(

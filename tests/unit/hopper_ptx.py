@@ -53,13 +53,17 @@ def _without_assembler() -> Iterator[None]:
         yield
 
 
-def compiled(kernel_name: str, b_is_nk: bool, **switches: int) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks in bf16; switches: its constexprs."""
-    binary = compiled_kernel(kernel_name, b_is_nk, **switches)
+def compiled(
+    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), **switches: int
+) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks; formats: of a and b; switches: its constexprs."""
+    binary = compiled_kernel(kernel_name, b_is_nk, formats, **switches)
     return binary.asm["ptx"], binary.metadata.shared
 
 
-def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
+def compiled_kernel(
+    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), **switches: int
+) -> Any:
     """What Triton's compiler returns, without a binary."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -70,7 +74,6 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         BLOCK_M,
         BLOCK_N,
         BUFFERS_DIRECT,
-        HALF_N,
         LAUNCH,
         PART_M,
         STAGES,
@@ -85,11 +88,14 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
     kernel = getattr(module, f"{kernel_name}_kernel")
     constants: dict[str, Any] = dict(
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m,
-        STAGES=STAGES, B_IS_NK=b_is_nk, num_warps=LAUNCH["num_warps"],
+        STAGES=STAGES, B_IS_NK=b_is_nk, SCALING=0, num_warps=LAUNCH["num_warps"],
     ) | switches  # fmt: skip
+    if not constants["SCALING"]:
+        constants |= dict.fromkeys(name for name in kernel.arg_names if "scale" in name)
+    depth, half_n = constants["BLOCK_K"], constants["BLOCK_N"] // 2
     constants = {"LOCAL": constants["WORLD"]} | constants
     if "own_desc" in kernel.arg_names:
-        constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP} | constants
+        constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
@@ -97,8 +103,8 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         constants["RUN"] = units_in_run(
             kind, constants["WORLD"], constants["CHUNKS"], constants["DIRECT"], constants["REDUCE"]
         )
-    panel, out = _descriptor(PART_M, BLOCK_K), _descriptor(1, PART_M, HALF_N)
-    b, b_half = (_descriptor(n, BLOCK_K) if b_is_nk else _descriptor(BLOCK_K, n) for n in (BLOCK_N, HALF_N))
+    panel, out = _descriptor(PART_M, depth, dtype=formats[0]), _descriptor(1, PART_M, half_n)
+    b, b_half = (_descriptor(*((n, depth) if b_is_nk else (depth, n)), dtype=formats[1]) for n in (2 * half_n, half_n))
     types = {
         "own_desc": panel,
         "gathered_desc": panel,
@@ -106,9 +112,10 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         "b_desc": b,
         "b_half_desc": b_half,
         "y_desc": out,
-        "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, HALF_N),
+        "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, half_n),
     } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "limit": "i64", "tag": "i64"}
+    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": f"*{formats[0]}", "limit": "i64", "tag": "i64"}
+    types |= dict.fromkeys(("a_scale_ptr", "gathered_scale_ptr", "b_scale_ptr"), "*fp32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {
@@ -123,11 +130,11 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
 
 
-def _descriptor(*block: int) -> str:
+def _descriptor(*block: int, dtype: str = "bf16") -> str:
     from triton.experimental.gluon import language as gl
 
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
-    return f"tensordesc<bf16{list(block)},{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.dtype(dtype))
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
 def compiled_portable(module_name: str, kernel_name: str, capability: int = 90, **constants: Any) -> str:

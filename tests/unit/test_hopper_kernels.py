@@ -187,6 +187,24 @@ def test_nothing_spills_and_the_stages_fit(
     assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
 
 
+@pytest.mark.parametrize("scaling", [1, 2], ids=["fast", "precise"])
+@pytest.mark.parametrize(
+    ("kernel", "direct"), [("hopper_all_gather_gemm", True), ("hopper_gemm_reduce_scatter", False)]
+)
+def test_fp8_spills_nothing_and_waits_as_other_products_do(
+    compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, direct: bool, scaling: int
+) -> None:
+    """e5m2 by e4m3, as in backward; panels of 128. The other two kernels differ from these in how rows leave."""
+    switches = dict(DIRECT=direct, SCALING=scaling, BLOCK_K=128)
+    ptx, shared = compiled(kernel, True, ("fp8e5", "fp8e4nv"), **switches)
+    _keeps_its_registers_and_fits(ptx, shared)
+    assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
+    assert len(re.findall(r"wgmma\.mma_async\.\S*\.e5m2\.e4m3", ptx)) and not re.search(
+        r"wgmma\.mma_async\.\S*bf16", ptx
+    )
+    assert missing(ptx, f"{kernel}_kernel", dict(WORLD=4, REDUCE="scatter" in kernel, **switches)) is None
+
+
 # How B lies concerns the warps that load and multiply. Those of a scatter are the same with and without a reduction, so only the
 # one with it, which has more code and registers, is compiled once more.
 @pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("REDUCE", True)])
