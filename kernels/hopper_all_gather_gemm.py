@@ -22,6 +22,7 @@ from .hopper_tiles import (
     make_rings,
     multiply_tile,
     next_tile,
+    plus_bias,
 )
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
@@ -79,29 +80,32 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, PART: gl.constexpr, WORLD: gl.constexpr,
-                   CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-                   STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox."""
+def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, PART: gl.constexpr,
+                   WORLD: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+                   BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, adds the bias, if there is one,
+    and puts it into the outbox."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
-    _, _, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
+    strips, tiles_n, _, halved = cut_of_gather(m_shard // CHUNKS, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        _, side = tile_and_side(index, halved)
+        tile, side = tile_and_side(index, halved)
+        _, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        col, _ = columns_of(tile_n, side, BLOCK_N)
         if side == WHOLE:
             acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
             acc = _unless_aborted(acc, abort_ptr)
             left, right = split_tile(acc, ROWS, BLOCK_N)
-            put_quarter(outbox, turn, left, PART, 0, BUFFERS=1)
-            put_quarter(outbox, turn, right, PART, 1, BUFFERS=1)
+            put_quarter(outbox, turn, plus_bias(left, bias_ptr, col, n), PART, 0, BUFFERS=1)
+            put_quarter(outbox, turn, plus_bias(right, bias_ptr, col + BLOCK_N // 2, n), PART, 1, BUFFERS=1)
         else:
             half, step = multiply_tile(panels, step, b_half_desc, k_steps, PART, ROWS, BLOCK_N // 2, STAGES, B_IS_NK)
             half = _unless_aborted(half, abort_ptr)
-            put_quarter(outbox, turn, half, PART, 0, BUFFERS=1)
+            put_quarter(outbox, turn, plus_bias(half, bias_ptr, col, n), PART, 0, BUFFERS=1)
         turn += 1
         index = next_tile(tiles, turn, WARPS)
 
@@ -149,7 +153,7 @@ def _unless_aborted(acc, abort_ptr):
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def hopper_all_gather_gemm_kernel(
-    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
+    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, bias_ptr, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
@@ -157,7 +161,7 @@ def hopper_all_gather_gemm_kernel(
     STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
-    [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows.
+    [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows. bias [N], or None, is added in fp32.
 
     own_ptr: own again, for the warps that send it (DIRECT): PIECE elements are claimed and counted at once, STEP are in flight.
     b_half_desc: b again, in panels half as wide.
@@ -169,10 +173,10 @@ def hopper_all_gather_gemm_kernel(
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 0, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
-                          BLOCK_K, STAGES, B_IS_NK)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, sizes, 1, WORLD, CHUNKS, BLOCK_M, BLOCK_N,
-                          BLOCK_K, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, 0, WORLD, CHUNKS, BLOCK_M,
+                          BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, 1, WORLD, CHUNKS, BLOCK_M,
+                          BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),

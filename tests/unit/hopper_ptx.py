@@ -49,13 +49,13 @@ def _without_assembler() -> Iterator[None]:
         yield
 
 
-def compiled(kernel_name: str, b_is_nk: bool, **switches: int) -> tuple[str, int]:
+def compiled(kernel_name: str, b_is_nk: bool, bias: bool = False, **switches: int) -> tuple[str, int]:
     """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks in bf16; switches: its constexprs."""
-    binary = compiled_kernel(kernel_name, b_is_nk, **switches)
+    binary = compiled_kernel(kernel_name, b_is_nk, bias, **switches)
     return binary.asm["ptx"], binary.metadata.shared
 
 
-def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
+def compiled_kernel(kernel_name: str, b_is_nk: bool, bias: bool = False, **switches: int) -> Any:
     """What Triton's compiler returns, without a binary."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -83,7 +83,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m,
         STAGES=STAGES, B_IS_NK=b_is_nk, num_warps=LAUNCH["num_warps"],
     ) | switches  # fmt: skip
-    constants = {"LOCAL": constants["WORLD"]} | constants
+    constants = {"LOCAL": constants["WORLD"]} | constants | ({} if bias else {"bias_ptr": None})
     if "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP} | constants
     else:
@@ -104,7 +104,7 @@ def compiled_kernel(kernel_name: str, b_is_nk: bool, **switches: int) -> Any:
         "y_desc": out,
         "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, HALF_N),
     } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "limit": "i64", "tag": "i64"}
+    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": "*bf16", "bias_ptr": "*bf16", "limit": "i64", "tag": "i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {
@@ -126,7 +126,9 @@ def _descriptor(*block: int) -> str:
     return f"tensordesc<bf16{list(block)},{layout!r}>"
 
 
-def compiled_portable(module_name: str, kernel_name: str, capability: int = 90, **constants: Any) -> str:
+def compiled_portable(
+    module_name: str, kernel_name: str, capability: int = 90, bias: bool = False, **constants: Any
+) -> str:
     """PTX of a plain Triton kernel for bf16 data. capability: of the GPU, 80 for an A100. constants: constexprs; num_warps, 4
     without it; and divisible: the names of arguments that are multiples of 16."""
     import triton
@@ -141,6 +143,9 @@ def compiled_portable(module_name: str, kernel_name: str, capability: int = 90, 
     if "DTYPE" in constants:
         constants["DTYPE"] = getattr(triton.language, constants["DTYPE"])
     pointers = {name: "*i64" if name in (*WORDS, "memory_at_ptr") else data for name in names if name.endswith("_ptr")}
+    if "bias_ptr" in names:
+        pointers["bias_ptr"] = "*bf16"
+        constants |= {} if bias else {"bias_ptr": None}
     types = pointers | {"limit": "i64", "tag": "i64"} | OTHERS | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}

@@ -169,6 +169,11 @@ ACROSS_NODES = [  # where other blocks come next; nothing is sent or added by th
     ("hopper_gemm_reduce_scatter", {"LOCAL": 2, "DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"LOCAL": 2, "DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
 ]
+WITH_BIAS = [
+    ("hopper_all_gather_gemm", {"bias": True}),
+    ("hopper_gemm_reduce_scatter", {"bias": True, "DIRECT": False}),
+    ("hopper_gemm_reduce_scatter", {"bias": True, "DIRECT": True}),
+]
 
 
 def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
@@ -178,7 +183,7 @@ def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
     assert "setmaxnreg.inc" in ptx
 
 
-@pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES)
+@pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES + WITH_BIAS)
 def test_nothing_spills_and_the_stages_fit(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, switches: dict[str, bool]
 ) -> None:
@@ -189,11 +194,21 @@ def test_nothing_spills_and_the_stages_fit(
 
 # How B lies concerns the warps that load and multiply. Those of a scatter are the same with and without a reduction, so only the
 # one with it, which has more code and registers, is compiled once more.
-@pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("REDUCE", True)])
+@pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("REDUCE", True)] + WITH_BIAS)
 def test_nothing_spills_and_the_stages_fit_where_b_is_transposed(
     compiled: Compile, kernel: str, switches: dict[str, bool]
 ) -> None:
     _keeps_its_registers_and_fits(*compiled(kernel, False, **switches))
+
+
+@pytest.mark.parametrize(("kernel", "switches"), WITH_BIAS)
+def test_a_bias_is_loaded_two_columns_at_a_time_and_once_for_all_rows(
+    compiled: Compile, kernel: str, switches: dict[str, bool]
+) -> None:
+    """Of both groups for the left, the right and a half tile: 128 columns, of which each of four threads of a row has 32."""
+    with_and_without = (compiled(kernel, True, **switches | {"bias": bias})[0] for bias in (True, False))
+    loads = [len(re.findall(r"ld\.global\.b32", ptx)) for ptx in with_and_without]
+    assert loads[0] - loads[1] == 2 * 3 * 16
 
 
 # A kernel that sends to peers itself, or adds their partial sums, has a piece of code for each. The others walk their peers in a
