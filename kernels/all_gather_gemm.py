@@ -2,7 +2,7 @@
 
     own       [M/W, K]   this rank's rows, read where the caller has them
     gathered  [W, M/W, K]   the slot that the peers' copy engines fill; row block `rank` stays unused
-    y         [M, N] = concat(shards) @ b [K, N]
+    y         [M, N] = concat(shards) @ b [K, N] + bias [N], if there is one
 
 Shards are walked in the order in which they arrive, the own one first (order.py). With DIRECT there are no copies: the kernel
 stores the own rows at the peers, before its first tile (p2p_store.py). A kernel that `leaves` does not wait for other nodes
@@ -16,12 +16,12 @@ from .arrivals import claim_below, units_to_take
 from .order import gather_tile
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_signal
-from .tiles import tile_in_block, tile_offsets, tile_product
+from .tiles import plus_bias, tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def all_gather_gemm_kernel(
-    own_ptr, gathered_ptr, b_ptr, y_ptr,
+    own_ptr, gathered_ptr, b_ptr, bias_ptr, y_ptr,
     m_shard, n, k, stride_bk, stride_bn,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
@@ -54,6 +54,7 @@ def all_gather_gemm_kernel(
                            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)  # fmt: skip
         acc = tl.where(arrived, acc, float("nan"))
         rows, cols, mask = tile_offsets(tile_m, tile_n, m_chunk, n, BLOCK_M, BLOCK_N)
+        acc = plus_bias(acc, bias_ptr, cols, n)
         y_ptrs = y_ptr + (source.to(tl.int64) * m_shard + first_row + rows) * n + cols
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim_below(counter_ptr, index + 1, bound, LOCAL < WORLD)

@@ -5,7 +5,7 @@ GEMM + ReduceScatter: its last tiles add what the peers have sent.
     a         [M, K]         K is sharded over ranks, so a @ b is a partial sum
     staging   [W, M/W, N]    partials on their way out; block `rank` stays unused
     received  [W, M/W, N]    partials that the peers' copy engines pushed here
-    y         [M/W, N] = own partial + the peers' partials in rank order, summed in fp32
+    y         [M/W, N] = own partial + the peers' partials in rank order + bias [N], if there is one, summed in fp32
 
 Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per destination and chunk tells the copy engine when
 its rows are complete. Or (DIRECT) tiles are stored at the peer, and whoever counts the last tile of a chunk sends the signal. The
@@ -26,12 +26,12 @@ import triton.language as tl
 
 from .order import scatter_tile
 from .signal import claim, finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
-from .tiles import tile_in_block, tile_offsets, tile_product
+from .tiles import plus_bias, tile_in_block, tile_offsets, tile_product
 
 
 @triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def gemm_reduce_scatter_kernel(
-    a_ptr, b_ptr, staging_ptr, received_ptr, y_ptr,
+    a_ptr, b_ptr, staging_ptr, received_ptr, bias_ptr, y_ptr,
     m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, left_ptr,
     memory_at_ptr, outgoing_at_ptr,
@@ -74,6 +74,7 @@ def gemm_reduce_scatter_kernel(
                     arrived = arrived & (tl.load(abort_ptr, volatile=True) == 0)  # or a barrier before has failed
                     part = tl.load(received_ptr + source * block + offsets, mask=mask, other=0.0)
                     acc += tl.where(arrived, part.to(tl.float32), float("nan"))
+            acc = plus_bias(acc, bias_ptr, cols, n)
             tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
         index = claim(counter_ptr).to(tl.int32)
     if DIRECT:
@@ -82,11 +83,11 @@ def gemm_reduce_scatter_kernel(
 
 @triton.jit
 def reduce_partials_kernel(
-    own_ptr, received_ptr, y_ptr, size, rank, abort_ptr, WORLD: tl.constexpr, BLOCK: tl.constexpr
+    own_ptr, received_ptr, bias_ptr, y_ptr, size, n, rank, abort_ptr, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
     """y [size] = own [size] + received [W, size] in rank order, block `rank` left out, summed in fp32; runs after a wait.
 
-    NaN if a wait gave up: it poisons received, but what comes late may lie over that.
+    bias [n], or None: of each row. NaN if a wait gave up: it poisons received, but what comes late may lie over that.
     """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < size
@@ -95,5 +96,7 @@ def reduce_partials_kernel(
         if source != rank:
             part_ptr = received_ptr + source * tl.cast(size, tl.int64)
             total += tl.load(part_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + offsets % n).to(tl.float32)
     total = tl.where(tl.load(abort_ptr, volatile=True) != 0, float("nan"), total)
     tl.store(y_ptr + offsets, total.to(y_ptr.dtype.element_ty), mask=mask)

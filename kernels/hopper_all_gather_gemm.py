@@ -13,7 +13,17 @@ from triton.experimental.gluon import language as gl
 from .arrivals import units_to_take
 from .hopper_scaled import BLOCKS, UNSCALED, half_product, scale_of_tensors, scales_at, whole_product
 from .hopper_stores import make_outbox, put_quarter, store_strip
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings, next_tile
+from .hopper_tiles import (
+    NO_TILE,
+    PARTS,
+    WARPS,
+    claim_tile,
+    fence_for_tma,
+    load_tile_or_half,
+    make_rings,
+    next_tile,
+    plus_bias,
+)
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
 from .tiles import WHOLE, columns_of, cut_of_gather, gather_strip, pieces_below, tile_and_side, tile_in_run
@@ -69,11 +79,12 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
+def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
                    WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
                    B_IS_NK: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
-    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox."""
+    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, adds the bias, if there is one,
+    and puts it into the outbox."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, k = sizes
     m_chunk = m_shard // CHUNKS
@@ -85,12 +96,12 @@ def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, 
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
+        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        col, _ = columns_of(tile_n, side, BLOCK_N)
         at = None
         if SCALING >= BLOCKS:
-            pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
             source, chunk, strip = gather_strip(2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS)
             row = gl.where(source == rank, 0, source * m_shard) + chunk * m_chunk + strip * ROWS
-            col, _ = columns_of(tile_n, side, BLOCK_N)
             a_scale_ptr = gl.where(source == rank, scales[0], scales[1])
             at = scales_at(a_scale_ptr, scales, row, m_chunk - strip * ROWS, col, n, SCALING)
         if side == WHOLE:
@@ -98,14 +109,14 @@ def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, 
                                               STAGES, B_IS_NK, SCALING)  # fmt: skip
             if gl.load(abort_ptr, volatile=True) != 0:
                 left, right = left + float("nan"), right + float("nan")
-            put_quarter(outbox, turn, left, PART, 0, BUFFERS=1)
-            put_quarter(outbox, turn, right, PART, 1, BUFFERS=1)
+            put_quarter(outbox, turn, plus_bias(left, bias_ptr, col, n), PART, 0, BUFFERS=1)
+            put_quarter(outbox, turn, plus_bias(right, bias_ptr, col + BLOCK_N // 2, n), PART, 1, BUFFERS=1)
         else:
             half, step = half_product(panels, step, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N // 2, STAGES,
                                       B_IS_NK, SCALING)  # fmt: skip
             if gl.load(abort_ptr, volatile=True) != 0:
                 half = half + float("nan")
-            put_quarter(outbox, turn, half, PART, 0, BUFFERS=1)
+            put_quarter(outbox, turn, plus_bias(half, bias_ptr, col, n), PART, 0, BUFFERS=1)
         turn += 1
         index = next_tile(tiles, turn, WARPS)
 
@@ -152,7 +163,7 @@ def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.con
     ]
 )  # fmt: skip
 def hopper_all_gather_gemm_kernel(
-    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, y_desc, m_shard, n, k,
+    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, bias_ptr, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
@@ -162,7 +173,7 @@ def hopper_all_gather_gemm_kernel(
     SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
-    [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows.
+    [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows. bias [N], or None, is added in fp32.
 
     own_ptr: own again, for the warps that send it (DIRECT): PIECE elements are claimed and counted at once, STEP are in flight.
     b_half_desc: b again, in panels half as wide.
@@ -175,10 +186,10 @@ def hopper_all_gather_gemm_kernel(
     sizes = (m_shard, n, k)
     scales = (a_scale_ptr, gathered_scale_ptr, b_scale_ptr, a_scale_row, a_scale_step, b_scale_row, b_scale_step)
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL,
+                          CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL,
+                          CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),

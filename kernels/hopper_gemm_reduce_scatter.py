@@ -32,6 +32,7 @@ from .hopper_tiles import (
     make_rings,
     next_tile,
     pass_tile,
+    plus_bias,
 )
 from .signal import finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_both
 from .tiles import WHOLE, columns_of, cut_of_scatter, scatter_pair, scatter_strip, tile_and_side
@@ -80,12 +81,13 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
 
 
 @gluon.jit
-def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
-              WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
-              REDUCE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-              STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
-    """A multiplying group: multiplies strip PART of each tile, adds what the peers have sent to own rows (REDUCE), and puts
-    it into the outbox, a quarter of a whole tile at a time."""
+def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_ptr, abort_ptr, rank, sizes, scales,
+              PART: gl.constexpr, WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr,
+              DIRECT: gl.constexpr, REDUCE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+              GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, BUFFERS: gl.constexpr,
+              SCALING: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile, adds what the peers have sent and the bias to own rows (REDUCE),
+    and puts it into the outbox, a quarter of a whole tile at a time."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     HALF: gl.constexpr = BLOCK_N // 2
     m_shard, n, k = sizes
@@ -100,9 +102,10 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
         tile, side = tile_and_side(index, halved)
         run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
         target, chunk, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        col, _ = columns_of(tile_n, side, BLOCK_N)
         at = None
         if SCALING >= BLOCKS:  # not where columns are exchanged
-            row, col = target * m_shard + chunk * m_chunk + strip * ROWS, columns_of(tile_n, side, BLOCK_N)[0]
+            row = target * m_shard + chunk * m_chunk + strip * ROWS
             at = scales_at(scales[0], scales, row, m_chunk - strip * ROWS, col, n, SCALING)
         if side == WHOLE:
             if strip < strips:
@@ -114,6 +117,8 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
                 # In the order of ranks. Unrolled, the additions came last and 550 bytes spilled.
                 for _ in range(WORLD - 1):
                     left, right, step = add_halves(panels, step, left, right, received_desc, PART, STAGES)
+                left = plus_bias(left, bias_ptr, col, n)
+                right = plus_bias(right, bias_ptr, col + HALF, n)
                 if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: what was added must not look like a result
                     left, right = left + float("nan"), right + float("nan")
             put_quarter(outbox, turn, left, PART, 0, BUFFERS)
@@ -127,6 +132,7 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_p
             if REDUCE:
                 for _ in range(WORLD - 1):
                     half, step = add_half(panels, step, half, received_desc, PART, STAGES)
+                half = plus_bias(half, bias_ptr, col, n)
                 if gl.load(abort_ptr, volatile=True) != 0:
                     half = half + float("nan")
             put_quarter(outbox, turn, half, PART, 0, BUFFERS)
@@ -198,8 +204,8 @@ def _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, of_chunk, expec
     do_not_specialize=["m_shard", "rank", "tag", "limit", "a_scale_row", "a_scale_step", "b_scale_row", "b_scale_step"]
 )
 def hopper_gemm_reduce_scatter_kernel(
-    a_desc, b_desc, b_half_desc, received_desc, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc,
-    m_shard, n, k,
+    a_desc, b_desc, b_half_desc, received_desc, bias_ptr, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc,
+    to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
     REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -213,10 +219,11 @@ def hopper_gemm_reduce_scatter_kernel(
     [CHUNKS, M/W/CHUNKS, N], as all that is stored.
     RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (units_in_run).
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
-    REDUCE: the own tiles wait for the peers' partials and add them; else y is the own partial.
+    REDUCE: the own tiles wait for the peers' partials and add them, and bias [N], or None; else y is the own partial.
     BUFFERS: of the outbox for each half of a tile (make_outbox); two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N], in W x CHUNKS chunks; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks
     rank+1, rank+2, ...
+    SCALING, and where the scales lie: hopper_scaled.py.
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
@@ -226,10 +233,12 @@ def hopper_gemm_reduce_scatter_kernel(
     sizes = (m_shard, n, k)
     scales = (a_scale_ptr, None, b_scale_ptr, a_scale_row, a_scale_step, b_scale_row, b_scale_step)
     gl.warp_specialize([
-        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL,
-                     CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS, SCALING)),
-        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL,
-                     CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS, SCALING)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_ptr, abort_ptr, rank, sizes, scales, 0,
+                     WORLD, LOCAL, CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS,
+                     SCALING)),
+        (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_ptr, abort_ptr, rank, sizes, scales, 1,
+                     WORLD, LOCAL, CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS,
+                     SCALING)),
         (_load, (panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes, WORLD, LOCAL, CHUNKS,
                  RUN, DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, LOCAL,

@@ -3,13 +3,13 @@
     y [M, N] = sum over k of  a [M, K] * a_scale  x  b [N, K] * b_scale
 
 Both lie along K, and a panel has 128 of K. The tensor cores add products of one-byte numbers up with 14 bits. Where that is too
-few, each panel's product is scaled and added in fp32 by the multiplying warps, half of a tile's columns at a time: the sums of a
-whole tile take 128 registers a thread, and the product of one half 64 more. While one group adds, the other's products keep the
-tensor cores busy.
+few, each panel's product is scaled and added in fp32 by the multiplying warps. While one group adds, the other's products keep
+the tensor cores busy. A tile of 256 columns is multiplied in halves: its sums take 128 registers a thread, a half's product 64.
 
-Scales of panels are read where they lie, each by the threads that need it, after the product that they scale has been issued: it
-takes longer than they do. The loading warp has waited for the rows, and its barrier tells the multiplying warps; what came with
-the rows is here, too.
+Scales of panels may lie anywhere at equal distances. Rows that are gathered carry them: a row is its K bytes, then its K / 128
+scales in fp32, filled up to 32 bytes. So a copy moves both, and one signal says that both are here. Each thread reads those it
+needs after it has issued the product that they scale, which takes longer. The loading warp has waited for the rows by then, and
+the barrier of their panel tells the multiplying warps.
 """
 
 from triton.experimental import gluon
@@ -41,23 +41,14 @@ def scale_of_tensors(scales, SCALING: gl.constexpr):
 def scales_at(a_ptr, scales, row, rows, col, n, SCALING: gl.constexpr):
     """Where the scales of a strip of a, and of a tile's columns, lie.
 
-    a_ptr: the scales of the matrix whose row `row` is the strip's first; so many `rows` follow in its chunk. col: the tile's
-    first.
+    a_ptr: scales of the matrix whose row `row` is the strip's first; so many `rows` are left in its chunk. col: the tile's first.
     scales: (.., .., those of b, a's from row to row and from panel to panel, b's from row to row and from panel to panel), in
-    elements. Of BLOCKS a row of b's scales is that of 128 rows.
+    elements. With BLOCKS b has a row of scales for 128 of its rows.
     """
     _, _, b_ptr, a_row, a_step, b_row, b_step = scales
     WIDTH: gl.constexpr = BLOCK if SCALING == BLOCKS else 1
-    return (
-        a_ptr + row * a_row,
-        rows - 1,
-        a_row,
-        a_step,
-        b_ptr + col // WIDTH * b_row,
-        (n - 1 - col) // WIDTH,
-        b_row,
-        b_step,
-    )
+    of_a = (a_ptr + row * a_row, rows - 1, a_row, a_step)
+    return of_a, (b_ptr + col // WIDTH * b_row, (n - 1 - col) // WIDTH, b_row, b_step)
 
 
 @gluon.jit
@@ -143,9 +134,9 @@ def _scales_of_rows(at, k, total, ROWS: gl.constexpr, SCALING: gl.constexpr):
     """Those of a strip of a, for panel k."""
     scale = 1.0
     if SCALING >= BLOCKS:
-        a_ptr, last, row, step = at[:4]
+        a_ptr, last, row, step = at[0]
         rows = gl.minimum(gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout)), last)
-        scale = gl.load(a_ptr + (rows * row + k * step))
+        scale = gl.load(a_ptr + rows * row + k * step)
     return scale
 
 
@@ -154,7 +145,7 @@ def _scales_of_cols(at, k, total, HALF: gl.constexpr, COLS: gl.constexpr, SCALIN
     """Those of one half of a tile, for panel k."""
     scale = 1.0
     if SCALING >= BLOCKS:
-        b_ptr, last, row, step = at[4:]
+        b_ptr, last, row, step = at[1]
         if SCALING == BLOCKS:
             scale = gl.load(b_ptr + (gl.minimum(HALF * COLS // BLOCK, last) * row + k * step))
         else:

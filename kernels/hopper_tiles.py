@@ -184,6 +184,15 @@ def no_product(panels, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
+def plus_bias(values, bias_ptr, col, n):
+    """A multiplying group: values [ROWS, COLS] fp32 + bias [n] from column `col` on; values where there is no bias (None)."""
+    if bias_ptr is not None:
+        cols = col + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
+        values += gl.expand_dims(gl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(gl.float32), 0)
+    return values
+
+
+@gluon.jit
 def fence_for_tma():
     """After an acquire, before TMA reads what it guards: the acquire orders ordinary loads, TMA is another proxy (rule 2)."""
     gl.inline_asm_elementwise(

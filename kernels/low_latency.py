@@ -2,6 +2,7 @@
 
     low_latency_gather_kernel     own [M/W, K] -> every peer; gathered [M, K] = own and the peers' rows, for a library GEMM
     low_latency_scatter_kernel    partial [W, M/W, N] of a library GEMM -> y [M/W, N] = own rows + the peers' in rank order
+                                  + bias [N], if there is one
 
     words [W, block] at each rank     block s is written by rank s; a block has a word for every 4 bytes
 
@@ -17,9 +18,9 @@ import triton.language as tl
 from .flagged_words import flag_of, load_payload, receive_words, store_payload, store_words
 from .signal import claim, finalize_epoch, next_word
 
-NOT_SPECIALIZED = ["rank", "size", "tag", "limit"]
+NOT_SPECIALIZED = ["rank", "size", "n", "tag", "limit"]
 # Alignment would let one thread load 16 bytes. Its words would then be stored 32 bytes apart from the next thread's.
-UNALIGNED = ["own_ptr", "gathered_ptr", "partial_ptr", "y_ptr"]
+UNALIGNED = ["own_ptr", "gathered_ptr", "partial_ptr", "bias_ptr", "y_ptr"]
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def narrowed(first, second, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def low_latency_scatter_kernel(
-    partial_ptr, y_ptr, words_ptr, words_at_ptr, size,
+    partial_ptr, bias_ptr, y_ptr, words_ptr, words_at_ptr, size, n,
     rank, signals_ptr, epoch_ptr, outgoing_at_ptr, sent_ptr, left_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: tl.constexpr, PER_WORD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
-    """size: units of one block. The sum is that of reduce_partials_kernel, to the bit."""
+    """size: units of one block. bias [n]: of DTYPE, or None. The sum is that of reduce_partials_kernel, to the bit."""
     expected = next_word(tl.load(epoch_ptr), tag)
     flag = flag_of(expected)
     block_words = tl.cdiv(size, PER_WORD)
@@ -122,5 +123,9 @@ def low_latency_scatter_kernel(
                                         abort_ptr, record_ptr, limit, TIMED)  # fmt: skip
                 more, more_too = widened(payload, DTYPE)
                 first, second = first + more, second + more_too
+        if bias_ptr is not None:
+            EACH: tl.constexpr = 1 if DTYPE == tl.float32 else 2  # elements of a word
+            first += tl.load(bias_ptr + EACH * places % n).to(tl.float32)
+            second += tl.load(bias_ptr + (EACH * places + EACH - 1) % n).to(tl.float32)
         store_payload(y_ptr, places, narrowed(first, second, DTYPE), size, PER_WORD)
     finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -169,6 +169,14 @@ def tile_offsets(tile_m, tile_n, m_shard, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
+def plus_bias(acc, bias_ptr, cols, n):
+    """acc [BLOCK_M, BLOCK_N] fp32 + bias [n] of the columns `cols` [1, BLOCK_N]; acc where there is no bias (None)."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit
 def tile_product(
     acc, a_ptr, b_ptr, tile_m, tile_n, m_shard, n, k, stride_am, stride_ak, stride_bk, stride_bn,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,

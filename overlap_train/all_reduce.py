@@ -54,8 +54,8 @@ def linear_dgrad_all_reduce(
     if type(x) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x, w_shard_n, bias = local_operands(LINEAR_DGRAD_ALL_REDUCE, group, x, w_shard_n, bias)
     op = op_of(LINEAR_DGRAD_ALL_REDUCE, x, w_shard_n, bias, group, config, name, on_plan)
-    y_shard_n = _apply_dgrad_all_reduce(x, w_shard_n, op)
-    return y_shard_n if bias is None else y_shard_n + bias
+    y_shard_n: torch.Tensor = _apply_dgrad_all_reduce(x, w_shard_n, bias, op)
+    return y_shard_n
 
 
 def linear_all_reduce(
@@ -72,7 +72,7 @@ def linear_all_reduce(
 
         x_shard_k  [M, K/W]   as [s, ..., K/W], last dimension sharded over the group
         w_shard_k  [N, K/W]   weight sharded over its input features
-        bias       [N]        the same on every rank, added after the reduction
+        bias       [N]        the same on every rank
         y          [M, N]   = all_reduce(x_shard_k @ w_shard_k.T) + bias, the same bits on every rank
         dx_shard_k [M, K/W] = dy @ w_shard_k
         dw_shard_k [N, K/W] = dy.T @ x_shard_k
@@ -89,24 +89,26 @@ def linear_all_reduce(
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_k, w_shard_k, bias = local_operands(LINEAR_ALL_REDUCE, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_ALL_REDUCE, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    y = _apply_all_reduce(x_shard_k, w_shard_k, op)
-    return y if bias is None else y + bias
+    y: torch.Tensor = _apply_all_reduce(x_shard_k, w_shard_k, bias, op)
+    return y
 
 
 class _LinearDgradAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+    def forward(
+        ctx: Any, x: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
+    ) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x.shape  # weight: as in linear.py
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_shard_n)
         with profiled(linear.tags.ranges[0]):
-            y_shard_n = torch.mm(as_rows(x), w_shard_n.t())
+            y_shard_n = torch.nn.functional.linear(as_rows(x), w_shard_n, bias)
         return as_sequence(y_shard_n, ctx.x_shape[0], ctx.x_shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w_shard_n = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         dy_rows, dx = as_rows(dy_shard_n), None
 
@@ -119,22 +121,26 @@ class _LinearDgradAllReduce(torch.autograd.Function):
             dx = all_reduced(linear, dy_rows, w_shard_n, multiply)
         else:
             multiply()
-        return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+        dbias = dy_rows.sum(0) if wants_dbias else None
+        return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
 
 
 class _LinearAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+    def forward(
+        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
+    ) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
-        y = all_reduced(linear, as_rows(x_shard_k), w_shard_k.t())
+        bias = bias if bias is None else bias.contiguous()  # kernels read it so
+        y = all_reduced(linear, as_rows(x_shard_k), w_shard_k.t(), bias=bias)
         return as_sequence(y, ctx.x_shape[0], ctx.x_shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         dy_rows = as_rows(dy)
         with profiled(linear.tags.ranges[1]):
@@ -142,7 +148,8 @@ class _LinearAllReduce(torch.autograd.Function):
         if dw is not None:
             with profiled(linear.tags.ranges[3]):
                 dw.add(dy_rows, as_rows(x_shard_k))
-        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+        dbias = dy_rows.sum(0) if wants_dbias else None
+        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
 
 
 _apply_dgrad_all_reduce, _apply_all_reduce = applied(_LinearDgradAllReduce), applied(_LinearAllReduce)

@@ -25,7 +25,7 @@ from .ops.wgrad import WeightGradient
 
 
 def column_forward(
-    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
+    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """(y_shard_n [M, N/W], what backward wants: x8 [M, K] if it is kept, else the shard; its inverse; the largest of w)."""
     domain, plan, tags = linear.domain, linear.plan, linear.tags
@@ -34,7 +34,7 @@ def column_forward(
         x8 = quantized(domain, x_shard_m, linear.of_all_ranks(largest(domain, x_shard_m)), FORWARD)
         gather = plan.fprop.start(domain, tags.fprop, x8.rows)
         w8 = quantized(domain, w_shard_n, w_amax, FORWARD)  # under the gather
-        y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True))
+        y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True), bias)
         return y_shard_n, (gather.gathered_copy() if linear.keeps else x8.rows, x8.inverse, w_amax)
 
 
@@ -67,7 +67,7 @@ def column_backward(
 
 
 def row_forward(
-    linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, trains: bool
+    linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, trains: bool
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """(y_shard_m [M/W, N], what backward wants: x8 [K/W, M], if the weight `trains`; its inverse; the largest of w)."""
     domain, plan = linear.domain, linear.plan
@@ -76,7 +76,7 @@ def row_forward(
         x8 = quantized(domain, x_shard_k, largest(domain, x_shard_k), FORWARD, columns=trains)
         w8 = quantized(domain, w_shard_k, w_amax, FORWARD)
         right = Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True)
-        y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x8.rows, right).finish()
+        y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x8.rows, right, bias).finish()
         return y_shard_m, (x8.columns, x8.inverse, w_amax)
 
 
@@ -104,41 +104,50 @@ def row_backward(
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
-        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n)
+    def forward(
+        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
+    ) -> torch.Tensor | None:
+        bias = bias if bias is None else bias.contiguous()
+        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias)
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in linear.py
         ctx.save_for_backward(*saved, w_shard_n)
         return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _backward(ctx, column_backward, dy_shard_n)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
-        y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, ctx.needs_input_grad[1])
+    def forward(
+        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
+    ) -> torch.Tensor | None:
+        bias = bias if bias is None else bias.contiguous()
+        y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias, ctx.needs_input_grad[1])
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
         ctx.save_for_backward(*saved, w_shard_k)
         return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _backward(ctx, row_backward, dy_shard_m)
 
 
 def _backward(
     ctx: Any, of_rows: Callable[..., torch.Tensor | None], dy: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-    """(dx, dw, None) by the backward pass `of_rows`."""
+) -> tuple[torch.Tensor | None, ...]:
+    """(dx, dw, dbias, None) by the backward pass `of_rows`."""
     *saved, w = ctx.saved_tensors
-    linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+    linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
     dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
-    dx = of_rows(linear, as_rows(dy), saved, w, dw, wants_dx)
-    return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+    rows, dx = as_rows(dy), None
+    if wants_dx or wants_dw:
+        dx = of_rows(linear, rows, saved, w, dw, wants_dx)
+    dbias = rows.sum(0) if wants_dbias else None
+    return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
 
 
 apply_all_gather, apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

@@ -71,12 +71,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def column_forward(
-    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor
+    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T, x for backward: [M, K] if it is kept, else the shard)."""
+    """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T + bias, x for backward: [M, K] if kept, else the shard)."""
     with linear.forward:
         gather = linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_m)
-        y_shard_n = gather.matmul(w_shard_n.t())
+        y_shard_n = gather.matmul(w_shard_n.t(), bias)
         return y_shard_n, gather.gathered_copy() if linear.keeps else x_shard_m
 
 
@@ -113,10 +113,12 @@ def column_backward(
     return dx_shard_m
 
 
-def row_forward(linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor) -> torch.Tensor:
-    """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T)."""
+def row_forward(
+    linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T) + bias."""
     with linear.forward:
-        return linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_k, w_shard_k.t()).finish()
+        return linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_k, w_shard_k.t(), bias).finish()
 
 
 def row_backward(
@@ -168,8 +170,8 @@ def all_gather_linear(
             `plan.dgrad`), and with the trial in which it takes part (`tune_steps`), or None.
 
     Returns:
-        y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32. Where
-        `w_shard_n.main_grad` exists, backward adds dw into it (config.main_grad).
+        y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32, and rounded once the bias is
+        added. Where `w_shard_n.main_grad` exists, backward adds dw into it (config.main_grad).
 
     Raises:
         ValueError: shapes, dtypes, devices or group do not fit; on every rank of the group.
@@ -187,8 +189,9 @@ def all_gather_linear(
     if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
-    y_shard_n = (_apply_all_gather if op.plan.amax is None else _in_fp8().apply_all_gather)(x_shard_m, w_shard_n, op)
-    return y_shard_n if bias is None else y_shard_n + bias
+    apply = _apply_all_gather if op.plan.amax is None else _in_fp8().apply_all_gather
+    y_shard_n: torch.Tensor = apply(x_shard_m, w_shard_n, bias, op)
+    return y_shard_n
 
 
 def linear_reduce_scatter(
@@ -205,7 +208,7 @@ def linear_reduce_scatter(
 
         x_shard_k  [M, K/W]   as [s, ..., K/W], last dimension sharded over the group
         w_shard_k  [N, K/W]   weight sharded over its input features
-        bias       [N]        the same on every rank, added after the reduction
+        bias       [N]        the same on every rank
         y_shard_m  [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T) + bias, as [s/W, ..., N]
         dx_shard_k [M, K/W] = all_gather(dy_shard_m) @ w_shard_k
         dw_shard_k [N, K/W] = all_gather(dy_shard_m).T @ x_shard_k
@@ -214,7 +217,8 @@ def linear_reduce_scatter(
     `sequence_parallel`).
 
     Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. All methods but
-    collective reduce in fp32 and in a fixed order: every run gives the same bits. collective reduces as NCCL or gloo does.
+    collective reduce in fp32 and in a fixed order: every run gives the same bits. collective reduces as NCCL or gloo does, and
+    adds the bias to what they have rounded.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
@@ -225,10 +229,9 @@ def linear_reduce_scatter(
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    y_shard_m = (_apply_reduce_scatter if op.plan.amax is None else _in_fp8().apply_reduce_scatter)(
-        x_shard_k, w_shard_k, op
-    )
-    return y_shard_m if bias is None else y_shard_m + bias
+    apply = _apply_reduce_scatter if op.plan.amax is None else _in_fp8().apply_reduce_scatter
+    y_shard_m: torch.Tensor = apply(x_shard_k, w_shard_k, bias, op)
+    return y_shard_m
 
 
 def run_eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
@@ -250,8 +253,11 @@ def as_sequence(y: torch.Tensor | None, length: int, x_shape: torch.Size) -> tor
 
 class _AllGatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
-        y_shard_n, gathered = column_forward(linear, as_rows(x_shard_m), w_shard_n)
+    def forward(
+        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
+    ) -> torch.Tensor | None:
+        bias = bias if bias is None else bias.contiguous()  # kernels read it so
+        y_shard_n, gathered = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
         saved = None if not ctx.needs_input_grad[1] else gathered if linear.keeps else x_shard_m
@@ -260,31 +266,40 @@ class _AllGatherLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, w_shard_n = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
         x = saved if saved is None or saved.dim() == 2 else as_rows(saved)
-        dx_shard_m = column_backward(linear, as_rows(dy_shard_n), x, w_shard_n, dw, wants_dx)
-        return as_sequence(dx_shard_m, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+        dy_rows = as_rows(dy_shard_n)
+        dx_shard_m = as_sequence(
+            column_backward(linear, dy_rows, x, w_shard_n, dw, wants_dx), ctx.x_shape[0], ctx.x_shape
+        )
+        return dx_shard_m, None if dw is None else dw.result(), dy_rows.sum(0) if wants_dbias else None, None
 
 
 class _LinearReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, linear: PlannedOp) -> torch.Tensor | None:
+    def forward(
+        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
+    ) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
-        y_shard_m = row_forward(linear, as_rows(x_shard_k), w_shard_k)
+        bias = bias if bias is None else bias.contiguous()
+        y_shard_m = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias)
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, _) = ctx.linear, ctx.needs_input_grad
+        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
-        dx_shard_k = row_backward(linear, as_rows(dy_shard_m), lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)
-        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), None
+        dy_rows, dx_shard_k = as_rows(dy_shard_m), None
+        if wants_dx or wants_dw:  # else no rank wants the others' rows
+            dx_shard_k = row_backward(linear, dy_rows, lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)
+        dbias = dy_rows.sum(0) if wants_dbias else None
+        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
 
 
 def _in_fp8() -> ModuleType:

@@ -120,7 +120,7 @@ def row(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, 
     x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
     dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
     x_shard, w_shard = case.mine(x, -1), case.mine(weight, 1)
-    b_full = b.to(case.dtype).requires_grad_() if bias else None
+    b_full = case.copy(b) if bias else None
     poison(case)
     y = linear_reduce_scatter(x_shard, w_shard, b_full, group=case.group, config=case.config)
     y.backward(case.mine(dy, 0).detach())

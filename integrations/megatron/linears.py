@@ -92,7 +92,9 @@ class LinearOverlap:
         # By whether the weight gradient goes into main_grad, and whether the product is in fp8.
         self._settings = {
             (adds, in_fp8): replace(
-                self.config, fp8="tensorwise" if in_fp8 else "off", **({} if adds else {"main_grad": "off"})
+                self.config,
+                fp8="tensorwise" if in_fp8 else "off",
+                main_grad=self.config.main_grad if adds else "off",
             )
             for adds in (True, False)
             for in_fp8 in (True, False)

@@ -96,8 +96,8 @@ def norm_all_gather_linear(
             x_shard_m.detach().requires_grad_()
         )  # the plan is that of a product whose operand, h, gets a gradient
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
-    y, *h = _apply_norm_all_gather(x_shard_m, w_shard_n, gamma, beta, linear.overlap.norm, op, wants_h)
-    return y if bias is None else y + bias, h[0] if h else None
+    y, *h = _apply_norm_all_gather(x_shard_m, w_shard_n, bias, gamma, beta, linear.overlap.norm, op, wants_h)
+    return y, h[0] if h else None
 
 
 class _Norm(torch.autograd.Function):
@@ -121,12 +121,12 @@ class _Norm(torch.autograd.Function):
 class _NormAllGatherLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None,
-        kernels: NormKernels, linear: PlannedOp, wants_h: bool,
+        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, gamma: torch.Tensor,
+        beta: torch.Tensor | None, kernels: NormKernels, linear: PlannedOp, wants_h: bool,
     ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
         rows, shape = as_rows(x_shard_m).contiguous(), x_shard_m.shape
         h, *statistics = kernels.forward(rows, gamma, beta)
-        y_shard_n, operand = column_forward(linear, h, w_shard_n)
+        y_shard_n, operand = column_forward(linear, h, w_shard_n, bias)
         ctx.kernels, ctx.linear, ctx.weight, ctx.x_shape = kernels, linear, w_shard_n, shape  # weight: as in linear.py
         ctx.save_for_backward(rows, *statistics, gamma, w_shard_n, operand if ctx.needs_input_grad[1] else None)
         y = as_sequence(y_shard_n, shape[0] * linear.domain.world_size, shape)
@@ -136,16 +136,17 @@ class _NormAllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor, dh: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         *saved, w_shard_n, operand = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, *wants_norm) = ctx.linear, ctx.needs_input_grad[:4]
+        linear, (wants_dx, wants_dw, wants_dbias, *wants_norm) = ctx.linear, ctx.needs_input_grad[:5]
         dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
-        operand = operand if operand is None else as_rows(operand)
-        dh_shard_m = column_backward(linear, as_rows(dy_shard_n), operand, w_shard_n, dw, wants_dx or any(wants_norm))
+        operand, dy_rows = operand if operand is None else as_rows(operand), as_rows(dy_shard_n)
+        dh_shard_m = column_backward(linear, dy_rows, operand, w_shard_n, dw, wants_dx or any(wants_norm))
         dx = dgamma = dbeta = None
         if dh_shard_m is not None:
             dh_shard_m = dh_shard_m if dh is None else dh_shard_m + as_rows(dh)
             dx, dgamma, dbeta = ctx.kernels.backward(dh_shard_m, *saved)
         dx = as_sequence(dx, ctx.x_shape[0], ctx.x_shape)
-        return dx, None if dw is None else dw.result(), dgamma, dbeta, None, None, None
+        dbias = dy_rows.sum(0) if wants_dbias else None
+        return dx, None if dw is None else dw.result(), dbias, dgamma, dbeta, None, None, None
 
 
 _apply_norm, _apply_norm_all_gather = applied(_Norm), applied(_NormAllGatherLinear)

@@ -61,10 +61,12 @@ class _SendsOperand:
         call, kind = self._call, self._plan.kind
         call.launches.run(("count", kind), (), _count_launch, self._domain, call, kind)
 
-    def _multiply_in_launches(self, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor) -> Callable[[bool], None]:
+    def _multiply_in_launches(
+        self, own: torch.Tensor, b_kn: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Callable[[bool], None]:
         """What launches the kernel once, for what is counted; told whether to leave then."""
         own = launch.readable(self._plan, own)  # once for all launches
-        return partial(launch.receive_and_multiply, self._domain, self._call, self._plan, own, b_kn, y)
+        return partial(launch.receive_and_multiply, self._domain, self._call, self._plan, own, b_kn, y, bias)
 
 
 def _count_launch(domain: OverlapDomain, call: NodeCall, kind: Kind) -> Launch:
@@ -84,22 +86,23 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
     def _push(self) -> None:
         self._send_blocks(self._own[None])
 
-    def matmul(self, b_kn: torch.Tensor) -> torch.Tensor:
+    def matmul(self, b_kn: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Multiply blocks of the own node whole, and those of each far node chunk by chunk, in the order in which they come."""
         world = self._domain.world_size
         y = self._own.new_empty(self._own.shape[0] * world, b_kn.shape[1])
         with self._engine.products(self._plan.send_sms):
-            self._multiply_blocks(b_kn, y.unflatten(0, (world, -1)))
+            self._multiply_blocks(b_kn, y.unflatten(0, (world, -1)), bias)
         self._arrived = True
         return y
 
-    def _multiply_blocks(self, b_kn: torch.Tensor, blocks: torch.Tensor) -> None:
+    def _multiply_blocks(self, b_kn: torch.Tensor, blocks: torch.Tensor, bias: torch.Tensor | None) -> None:
         call, topology, world = self._call, self._domain.topology, self._domain.world_size
-        torch.mm(self._own, b_kn, out=blocks[self._domain.rank])
+        multiply = torch.mm if bias is None else partial(torch.addmm, bias)
+        multiply(self._own, b_kn, out=blocks[self._domain.rank])
         for done, source in enumerate(self._plan.sources[: topology.local - 1], start=1):
             self._exchanges.go_ahead(done, world)
             call.wait(source)
-            torch.mm(call.blocks[source], b_kn, out=blocks[source])
+            multiply(call.blocks[source], b_kn, out=blocks[source])
         for turn in range((topology.nodes - 1) * call.chunks):
             self._exchanges.go_ahead(call.chunks + turn, call.chunks * topology.nodes)
             self._exchanges.bring(turn + 1)
@@ -107,7 +110,7 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
             rows, first = call.chunk_rows(chunk), (node + 1) * topology.local - 1
             for source in self._plan.sources[first : first + topology.local]:
                 call.wait_chunk(source, chunk)
-                torch.mm(call.blocks[source][rows], b_kn, out=blocks[source][rows])
+                multiply(call.blocks[source][rows], b_kn, out=blocks[source][rows])
 
     def gathered_view(self) -> torch.Tensor:
         self._exchanges.finish()
@@ -117,8 +120,8 @@ class InterNodeAllGatherGemm(_SendsOperand, ChunkedAllGatherGemm):
 class FusedInterNodeAllGatherGemm(FusedAllGatherGemm, InterNodeAllGatherGemm):
     """AG + GEMM by FusedAllGatherGemm's kernel, launched again for each chunk of a far node."""
 
-    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor) -> None:
-        multiply = self._multiply_in_launches(self._own, b_kn, y)
+    def _multiply(self, b_kn: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        multiply = self._multiply_in_launches(self._own, b_kn, y, bias)
         topology, turns, chunks = self._domain.topology, self._plan.send_recvs, self._call.chunks
         multiply(True)
         for turn, exchanged in enumerate(turns):
@@ -300,7 +303,7 @@ class InterNodeGemmReduceScatter(_SendsResult, ChunkedGemmReduceScatter):
         own = self._partials[topology.rank]
         y = torch.empty_like(own)
         self._engine.add(call, own, call.blocks, near + peers, y)
-        return y
+        return y if self._bias is None else y.add_(self._bias)
 
 
 class FusedInterNodeGemmReduceScatter(InterNodeGemmReduceScatter):

@@ -1,4 +1,4 @@
-"""AllGather + GEMM: y [M, N] = all_gather(x_shard_m [M/W, K]) @ b_kn [K, N].
+"""AllGather + GEMM: y [M, N] = all_gather(x_shard_m [M/W, K]) @ b_kn [K, N] + bias [N], if there is one: rounded once.
 
 Each rank sends its shard from the caller's tensor into every peer's slot, with a signal after each chunk: by the copy engine, or
 (direct) by stores of the GEMM's own kernel. The GEMM walks the shards in the order in which they arrive, its own first, and waits
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class AllGatherGemm:
     """x [M, K] on its way: row block s comes from rank s."""
 
-    def matmul(self, b_kn: Right) -> torch.Tensor:
-        """x [M, K] @ b_kn [K, N] -> [M, N]; may be called again, with another b."""
-        return multiply(self.gathered_view(), b_kn)
+    def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [M, K] @ b_kn [K, N] + bias [N] -> [M, N]; may be called again, with another b."""
+        return multiply(self.gathered_view(), b_kn, bias=bias)
 
     def keep_own(self, beside: EnginePlan) -> None:
         """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
@@ -73,16 +73,16 @@ class ChunkedAllGatherGemm(AllGatherGemm):
         self._call.next_epoch()
         self._domain.engine.push(self._own, self._call.routes(self._plan.transfers))
 
-    def matmul(self, b_kn: Right) -> torch.Tensor:
+    def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
         # Returned whole and not as a view: callers may write into the result (Megatron's cross entropy does), which autograd
         # refuses for views that were made inside an autograd function.
         world, m_shard, n = self._domain.world_size, self._own.shape[0], b_kn.shape[1]
         y = self._own.new_empty(world * m_shard, n, dtype=self._plan.dtype)
         blocks = y.view(world, m_shard, n)  # unflatten takes 2 us more
-        multiply(self._own, b_kn, blocks[self._domain.rank])
+        multiply(self._own, b_kn, blocks[self._domain.rank], bias)
         for source in self._plan.sources:
             self._call.wait(source)
-            multiply(self._call.blocks[source], b_kn, blocks[source])
+            multiply(self._call.blocks[source], b_kn, blocks[source], bias)
         self._arrived = True
         return y
 
@@ -112,20 +112,20 @@ class FusedAllGatherGemm(ChunkedAllGatherGemm):
 
     _is_over = False  # whether the kernel has run, or copies have sent what it would have
 
-    def matmul(self, b_kn: Right) -> torch.Tensor:
+    def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._is_over:  # everything is here, and a kernel that has run has used up its tile counter
-            return multiply(self.gathered_view(), b_kn)
+            return AllGatherGemm.matmul(self, b_kn, bias)
         self._is_over = True
         rows = self._own.shape[0] * self._domain.world_size
         y = self._own.new_empty(rows, b_kn.shape[1], dtype=self._plan.dtype)
         # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That takes 3 us if all
         # waits of this kernel were met. If one failed, the second wait fails at once and writes NaN into x: dw then shows it.
-        self._multiply(b_kn, y)
+        self._multiply(b_kn, y, bias)
         return y
 
-    def _multiply(self, b_kn: Right, y: torch.Tensor) -> None:
+    def _multiply(self, b_kn: Right, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Fill y."""
-        launch.receive_and_multiply(self._domain, self._call, self._plan, self._own, b_kn, y)
+        launch.receive_and_multiply(self._domain, self._call, self._plan, self._own, b_kn, y, bias)
 
 
 class DirectAllGatherGemm(FusedAllGatherGemm):

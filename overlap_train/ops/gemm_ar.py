@@ -1,4 +1,4 @@
-"""GEMM + AllReduce: y [M, N], on every rank the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N].
+"""GEMM + AllReduce: y [M, N], on every rank the sum over ranks of a_mk [M, K/W] @ b_kn [K/W, N], + bias [N].
 
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
@@ -18,8 +18,9 @@ from .planned import PlannedOp
 
 
 def all_reduced(
-    op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, meanwhile: Callable[[], None] = lambda: None
-) -> torch.Tensor:
+    op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, meanwhile: Callable[[], None] = lambda: None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """y [M, N], of a row linear's forward or a column linear's backward; calls `meanwhile`, which multiplies, where that hides
     most."""
     domain, plan, rows = op.domain, op.plan, a_mk.shape[0]
@@ -33,17 +34,18 @@ def all_reduced(
             meanwhile()
             if work is not None:
                 work.wait()
-        return y
+        return y if bias is None else y.add_(bias)
     if plan.one_shot:
         with scope:
             partial = torch.mm(a_mk, b_kn)
             meanwhile()
             partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
-            return partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32).to(partial.dtype)
+            total = partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32)
+            return (total if bias is None else total.add_(bias)).to(partial.dtype)
     missing = -rows % domain.world_size
     with scope:
         a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
-        y_shard_m = plan.fprop.start(domain, tag, a_mk, b_kn).finish()
+        y_shard_m = plan.fprop.start(domain, tag, a_mk, b_kn, bias).finish()
     assert plan.gather is not None
     with op.gather:
         gather = plan.gather.start(domain, op.tags.wgrad, y_shard_m)

@@ -77,30 +77,34 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def receive_and_multiply(
-    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b: Right, y: torch.Tensor, leaves: bool = False,
+    domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, b: Right, y: torch.Tensor,
+    bias: torch.Tensor | None = None, leaves: bool = False,
 ) -> None:  # fmt: skip
     """Launch the kernel that fills y with the product of what arrives:
 
-        AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N]
+        AG + GEMM    own [M/W, K]        y [M, N] = own and the peers' shards @ b_kn [K, N] + bias [N]
         A2A + GEMM   own [W, M/W, K/W]   y [M/W, N] = own and the peers' blocks, side by side, @ b_kn [K, N]
 
     By `direct` it also stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
     multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
     """
     (b_kn, scaling), own = unscaled(b), readable(plan, own)
-    own_at = own.data_ptr()
+    own_at, bias_at = own.data_ptr(), 0
+    if bias is not None:
+        bias = readable(plan, bias)
+        bias_at = bias.data_ptr()
     block = own[domain.rank] if plan.kind.sums_blocks else own
-    addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr())
-    # The call's launches are of one shape of blocks: with b's shape it gives those of own and y.
+    addresses = (own_at if block is own else block.data_ptr(), own_at, b_kn.data_ptr(), y.data_ptr(), bias_at)
+    # The call's launches are of one shape of blocks: with b's shape it gives those of own and y. A plan has a bias or none.
     is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)  # Hopper's take aligned operands only
     key = (plan, leaves, b_kn.shape, b_kn.stride(), is_aligned)
-    told = (domain, call, plan, own, block, b_kn, y, leaves, scaling)
+    told = (domain, call, plan, own, block, b_kn, y, bias, leaves, scaling)
     values = (*addresses, call.tag.word)
     call.launches.run(key, values + scaling.addresses if scaling.inverses else values, _gather_launch, *told)
 
 
 def readable(plan: EnginePlan, own: torch.Tensor) -> torch.Tensor:
-    """`own`, or a copy where TMA could not read it: it wants its start aligned."""
+    """`own`, or a copy where TMA could not read it: it wants its start aligned. A bias as well, else registers spill."""
     if plan.kernels != HOPPER or own.data_ptr() % 16 == 0:
         return own
     return own.clone(memory_format=torch.contiguous_format)
@@ -108,13 +112,13 @@ def readable(plan: EnginePlan, own: torch.Tensor) -> torch.Tensor:
 
 def multiply_and_send(
     domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b: Right, staging: torch.Tensor | None,
-    y: torch.Tensor,
+    y: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch the kernel that multiplies and fills `staging` [W, *y.shape], what the peers get, or, where that is None, the peers'
     slots; and y:
 
-        GEMM + RS    y [M/W, N] from a_mk [M, K] @ b_kn [K, N] and what the peers send; with `EnginePlan.reduces_later` the own
-                     partial
+        GEMM + RS    y [M/W, N] from a_mk [M, K] @ b_kn [K, N], what the peers send and bias [N]; with
+                     `EnginePlan.reduces_later` the own partial
         GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
     """
     (b_kn, scaling), a_at, (pitch, step) = unscaled(b), a_mk.data_ptr(), a_mk.stride()
@@ -122,22 +126,26 @@ def multiply_and_send(
         # TMA could not read it: an expanded gradient, a slice that starts between 16-byte words
         a_mk = a_mk.clone(memory_format=torch.contiguous_format)
         a_at, (pitch, step) = a_mk.data_ptr(), a_mk.stride()
-    y_at = y.data_ptr()
-    addresses = (a_at, b_kn.data_ptr(), y_at if staging is None else staging.data_ptr(), y_at)
+    y_at, bias_at = y.data_ptr(), 0
+    if bias is not None:
+        bias = readable(plan, bias)
+        bias_at = bias.data_ptr()
+    addresses = (a_at, b_kn.data_ptr(), y_at if staging is None else staging.data_ptr(), y_at, bias_at)
     is_aligned = None if plan.kernels == HOPPER else aligned(*addresses)
     key = (plan, pitch, step, b_kn.shape, b_kn.stride(), is_aligned)  # a's shape follows, as above
-    told = (domain, call, plan, a_mk, b_kn, staging, y, scaling)
+    told = (domain, call, plan, a_mk, b_kn, staging, y, bias, scaling)
     values = (*addresses, call.tag.word)
     call.launches.run(key, values + scaling.addresses if scaling.inverses else values, _scatter_launch, *told)
 
 
 def multiply_and_push(
     domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b: Right, staging: torch.Tensor, y: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """multiply_and_send into `staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
     routes = call.routes(plan.transfers, tiles=tiles_of_chunk(plan, y))
     call.next_epoch()
-    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b, staging, y), staging, routes)
+    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b, staging, y, bias), staging, routes)
 
 
 class Scaling(NamedTuple):
@@ -185,6 +193,12 @@ def aligned(*addresses: int) -> tuple[bool, ...]:
     return tuple(address % 16 == 0 for address in addresses)
 
 
+def bias_argument(bias: torch.Tensor | None) -> tuple[str, ...]:
+    """Of Launch.replaced: without a bias (None, a constant) kernels have no such parameter, and are compiled as if there were
+    none."""
+    return () if bias is None else ("bias_ptr",)
+
+
 def is_interpreted() -> bool:
     """Whether Triton's interpreter runs the kernels, as was decided when they were first imported."""
     from triton.runtime.interpreter import InterpretedFunction
@@ -196,15 +210,15 @@ def is_interpreted() -> bool:
 
 def _gather_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, own: torch.Tensor, block: torch.Tensor, b_kn: torch.Tensor,
-    y: torch.Tensor, leaves: bool, scaling: Scaling,
+    y: torch.Tensor, bias: torch.Tensor | None, leaves: bool, scaling: Scaling,
 ) -> Launch:  # fmt: skip
-    """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, tag, scales. block: own [M/W, K]
-    in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
+    """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, bias, tag, scales. block: own
+    [M/W, K] in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
     (m_shard, k), n, sends = own.shape[-2:], b_kn.shape[1], plan.method == "direct"
     exchange = plan.kind.sums_blocks
     blocks = 1 if exchange else domain.world_size  # of rows of y
     received = "received" if exchange else "gathered"
-    arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k)
+    arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k) | ({} if exchange else {"bias_ptr": bias})
     if plan.kernels == HOPPER:
         arguments |= dict(
             own_desc=_panel(block), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
@@ -214,12 +228,12 @@ def _gather_launch(
         # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
         halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)
         programs = multiprocessors(domain.device) if sends else halves
-        replaced: Replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",), ("tag",))
+        replaced: Replaced = (("own_desc",), ("own_ptr",), ("b_desc", "b_half_desc"), ("y_desc",))
     else:
         arguments |= dict(b_ptr=b_kn, y_ptr=y, stride_bk=b_kn.stride(0), stride_bn=b_kn.stride(1))
         arguments[f"{received}_ptr"] = call.blocks
         constants, programs = _portable_constants(plan, domain), plan.tile.count(m_shard, n) * blocks
-        replaced = ((), ("own_ptr",), ("b_ptr",), ("y_ptr",), ("tag",))  # it finds the own block from own
+        replaced = ((), ("own_ptr",), ("b_ptr",), ("y_ptr",))  # it finds the own block from own
     arguments |= dict(
         sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at, leaves=int(leaves),
         here_ptr=call.slot.counters.here,
@@ -228,23 +242,24 @@ def _gather_launch(
     # a few microseconds; two or more of a chunk in the tests.
     constants |= dict(DIRECT=sends, PIECE=(1 << 15) // own.itemsize if on_a_gpu(domain) else 64)
     constants |= _protocol_constants(domain, call) | scaling.constants
-    arguments |= protocol_arguments(domain, call, sends) | scaling.arguments(("a_scale_ptr", "gathered_scale_ptr"))
     grid = grid_size(programs, domain.device, plan.sm_margin)
-    return Launch(
-        _kernel(plan), grid, arguments, constants, replaced + scaling.replaced(("a_scale_ptr", "gathered_scale_ptr"))
-    )
+    names = ("a_scale_ptr", "gathered_scale_ptr")
+    arguments |= protocol_arguments(domain, call, sends) | scaling.arguments(names)
+    replaced += (bias_argument(bias), ("tag",), *scaling.replaced(names))
+    return Launch(_kernel(plan), grid, arguments, constants, replaced)
 
 
 def _scatter_launch(
     domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b_kn: torch.Tensor,
-    staging: torch.Tensor | None, y: torch.Tensor, scaling: Scaling,
+    staging: torch.Tensor | None, y: torch.Tensor, bias: torch.Tensor | None, scaling: Scaling,
 ) -> Launch:  # fmt: skip
     """The Launch of multiply_and_send. Values replaced at each launch: a, b, staging (on Hopper unused where the kernel stores at
-    the peers, else y then), y, tag, scales."""
+    the peers, else y then), y, bias, tag, scales."""
     m_shard, n = y.shape
     direct, exchange = staging is None, plan.kind.splits_columns
     adds = not exchange and not plan.reduces_later
-    arguments: dict[str, Any] = dict(m_shard=m_shard, n=n, k=a_mk.shape[1])
+    bias = bias if adds else None  # else who adds the partials adds it
+    arguments: dict[str, Any] = dict(m_shard=m_shard, n=n, k=a_mk.shape[1], bias_ptr=bias)
     if plan.kernels == HOPPER:
         arguments |= dict(
             a_desc=_panel(a_mk), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
@@ -256,7 +271,7 @@ def _scatter_launch(
         constants |= {"RUN": run, "BUFFERS": BUFFERS_DIRECT if direct else 1}
         count = HOPPER_TILE.count(m_shard, n)
         written = () if direct else ("to1_desc",)
-        replaced: Replaced = (("a_desc",), ("b_desc", "b_half_desc"), written, ("y_desc",), ("tag",))
+        replaced: Replaced = (("a_desc",), ("b_desc", "b_half_desc"), written, ("y_desc",))
     else:
         arguments |= dict(
             a_ptr=a_mk, b_ptr=b_kn, staging_ptr=y if staging is None else staging, received_ptr=call.blocks, y_ptr=y,
@@ -264,13 +279,15 @@ def _scatter_launch(
             memory_at_ptr=call.slot.memory_at,
         )  # fmt: skip
         constants, count = _portable_constants(plan, domain), plan.tile.count(m_shard, n)
-        replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",), ("tag",))
+        replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",))
     constants |= (
         dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call) | scaling.constants
     )
-    arguments |= protocol_arguments(domain, call, direct) | scaling.arguments(("a_scale_ptr",))
     grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
-    return Launch(_kernel(plan), grid, arguments, constants, replaced + scaling.replaced(("a_scale_ptr",)))
+    names = ("a_scale_ptr",)
+    arguments |= protocol_arguments(domain, call, direct) | scaling.arguments(names)
+    replaced += (bias_argument(bias), ("tag",), *scaling.replaced(names))
+    return Launch(_kernel(plan), grid, arguments, constants, replaced)
 
 
 def _kernel(plan: EnginePlan) -> Any:

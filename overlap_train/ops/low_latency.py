@@ -11,7 +11,7 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import Call
 from ..select.method import flagged_bytes
-from .launch import grid_size, on_a_gpu, protocol_arguments
+from .launch import bias_argument, grid_size, on_a_gpu, protocol_arguments
 
 _WARPS = 4
 _PART = 1024  # words that a CTA sends or waits for at once: eight a thread, each 32 of which leave as one packet of 256 bytes
@@ -25,30 +25,33 @@ def gather(domain: OverlapDomain, tag: Tag, own: torch.Tensor, sm_margin: int) -
     return gathered
 
 
-def scatter(domain: OverlapDomain, tag: Tag, partials: torch.Tensor, sm_margin: int) -> torch.Tensor:
-    """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum in fp32: own first, then in rank order. sm_margin:
-    see gather."""
+def scatter(
+    domain: OverlapDomain, tag: Tag, partials: torch.Tensor, sm_margin: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """partials [M, N] of every rank -> y [M/W, N], the own rows of their sum in fp32: own first, then in rank order, then bias
+    [N]. sm_margin: see gather."""
     y = partials.new_empty(partials.shape[0] // domain.world_size, partials.shape[1])
-    _run("scatter", domain, tag, y, partials, y, sm_margin)
+    _run("scatter", domain, tag, y, partials, y, sm_margin, bias)
     return y
 
 
 def _run(
     what: str, domain: OverlapDomain, tag: Tag, block: torch.Tensor, source: torch.Tensor, result: torch.Tensor,
-    sm_margin: int,
+    sm_margin: int, bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch a kernel that fills `result`. block: shaped as those that ranks send."""
     call = domain.workspace.open(block.shape, block.dtype, tag)
     source_at, result_at = source.data_ptr(), result.data_ptr()
     # What the kernels load and store at once: 4 bytes, or 2 where some block of 16-bit numbers does not begin on 4.
     unit = torch.int32 if (block.nbytes | source_at | result_at) % 4 == 0 else torch.int16
-    told = (what, domain, call, block.nbytes, source, result, unit, sm_margin)
-    call.launches.run((what, unit, sm_margin), (source_at, result_at, tag.word), _launch, *told)
+    told = (what, domain, call, block.nbytes, source, result, unit, sm_margin, bias)
+    values = (source_at, result_at, 0 if bias is None else bias.data_ptr(), tag.word)
+    call.launches.run((what, unit, sm_margin, bias is None), values, _launch, *told)
 
 
 def _launch(
     what: str, domain: OverlapDomain, call: Call, block_bytes: int, source: torch.Tensor, result: torch.Tensor,
-    unit: torch.dtype, sm_margin: int,
+    unit: torch.dtype, sm_margin: int, bias: torch.Tensor | None,
 ) -> Launch:  # fmt: skip
     """The Launch of a kernel of the low-latency protocol. block_bytes: of one rank's block."""
     import triton.language as tl
@@ -56,14 +59,16 @@ def _launch(
     from ..kernels.low_latency import low_latency_gather_kernel, low_latency_scatter_kernel
 
     kernel, names, constants = low_latency_gather_kernel, ("own_ptr", "gathered_ptr"), dict[str, Any]()
+    added = dict[str, Any]()
     if what == "scatter":
         dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
         kernel, names, constants = low_latency_scatter_kernel, ("partial_ptr", "y_ptr"), {"DTYPE": dtypes[result.dtype]}
+        added = dict(bias_ptr=bias, n=result.shape[1])
     needed = flagged_bytes(block_bytes * domain.world_size, domain.world_size)
     assert needed <= call.slot.flagged.nbytes, "its plan has asked for that memory"
     protocol = protocol_arguments(domain, call, direct=True)
     tensors = {name: tensor.view(-1).view(unit) for name, tensor in zip(names, (source, result), strict=True)}
-    arguments = tensors | dict(
+    arguments = tensors | added | dict(
         words_ptr=call.slot.flagged, words_at_ptr=call.slot.flagged_at, size=block_bytes // unit.itemsize,
         sent_ptr=call.slot.direct_counters.sent, **{name: protocol[name] for name in _TOLD},
     )  # fmt: skip
@@ -72,4 +77,4 @@ def _launch(
     )
     parts = -(-block_bytes // (4 * _PART)) * max(1, domain.world_size - 1)
     grid = grid_size(parts, domain.device, sm_margin)  # a CTA for each part that is waited for
-    return Launch(kernel, grid, arguments, constants, (*((name,) for name in names), ("tag",)))
+    return Launch(kernel, grid, arguments, constants, (*((name,) for name in names), bias_argument(bias), ("tag",)))

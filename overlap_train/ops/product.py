@@ -30,19 +30,26 @@ class Fp8Matrix:
     def nbytes(self) -> int:
         return self.b_nk.nbytes
 
-    def multiply(self, a_mk: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """a_mk [M, K] @ b [K, N] -> [M, N]. CPUs multiply the same numbers in fp32."""
+    def multiply(
+        self, a_mk: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """a_mk [M, K] @ b [K, N] + bias [N] -> [M, N]. CPUs multiply the same numbers in fp32."""
         if a_mk.is_cuda:
             how = dict(scale_a=self.a_inverse, scale_b=self.b_inverse, out_dtype=self.dtype, use_fast_accum=self.fast)
             out = a_mk.new_empty(a_mk.shape[0], self.shape[1], dtype=self.dtype) if out is None else out
-            return torch._scaled_mm(a_mk, self.b_nk.t(), **how, out=out)
+            return torch._scaled_mm(a_mk, self.b_nk.t(), **how, bias=bias, out=out)
         product = a_mk.float() @ self.b_nk.t().float() * (self.a_inverse * self.b_inverse)
+        product = product if bias is None else product + bias
         return product.to(self.dtype) if out is None else out.copy_(product)
 
 
 Right: TypeAlias = torch.Tensor | Fp8Matrix
 
 
-def multiply(a_mk: torch.Tensor, b_kn: Right, out: torch.Tensor | None = None) -> torch.Tensor:
-    """a_mk [M, K] @ b_kn [K, N] -> [M, N]."""
-    return b_kn.multiply(a_mk, out) if isinstance(b_kn, Fp8Matrix) else torch.mm(a_mk, b_kn, out=out)
+def multiply(
+    a_mk: torch.Tensor, b_kn: Right, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """a_mk [M, K] @ b_kn [K, N] + bias [N] -> [M, N]."""
+    if isinstance(b_kn, Fp8Matrix):
+        return b_kn.multiply(a_mk, out, bias)
+    return torch.mm(a_mk, b_kn, out=out) if bias is None else torch.addmm(bias, a_mk, b_kn, out=out)

@@ -53,14 +53,14 @@ def test_fp8_is_exact(case: Case, operator: str) -> None:
     for method in (case.config.method, *(["low_latency"] if case.config.method == "chunked" else [])):
         in_fp8 = replace(case, config=replace(case.config, fp8="tensorwise", method=method))
         for seed, shape in enumerate(2 * [((16,), 32, 48), ((304, 2), 528, 400), ((1024, 1), 1024, 1536)]):
-            OPERATORS[operator](in_fp8, *shape, seed=seed, bias=seed % 2 == 0)
+            OPERATORS[operator](in_fp8, *shape, seed=seed)
 
 
 @pytest.mark.parametrize("rows", [65, 129, 997, 4100])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_that_end_within_a_tile(case: Case, operator: str, rows: int) -> None:
     """Of features that the Hopper kernels serve, in two tiles of columns and more."""
-    OPERATORS[operator](case, (rows, 1), 264, 520, seed=rows)
+    OPERATORS[operator](case, (rows, 1), 264, 520, seed=rows, bias=True)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_chunks_that_end_within_a_tile(case: Case, operator: str, features: tupl
     if case.world > 4:
         pytest.skip("eight ranks' tensors in fp64 are 8 GB each")
     assert (chunk_count(4060, 2 * 4136, True), chunk_count(4060, 1, True, 8, SHORTEST_DIRECT)) == (4, 2)
-    OPERATORS[operator](case, (4060, 1), *features)
+    OPERATORS[operator](case, (4060, 1), *features, bias=True)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
@@ -95,7 +95,7 @@ def test_a_last_wave_of_half_tiles_is_exact(case: Case, operator: str) -> None:
     if count_waves(tiles, multiprocessors(case.device), HOPPER_TILE.pairs(1088, 2040)) % 1 != 0.5:
         pytest.skip("on this GPU the last wave is not cut")
     for seed in range(3):
-        OPERATORS[operator](case, (1088, 1), 264, 2040, seed=seed)
+        OPERATORS[operator](case, (1088, 1), 264, 2040, seed=seed, bias=seed > 0)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -113,7 +113,7 @@ def test_own_rows_share_tiles_with_a_peers_where_that_saves_a_wave(case: Case) -
         "fused", Pass(Kind.GEMM_RS, 4100, 4096, 4096, case.dtype, 2), case.device, UNTUNED
     ).how.split_reduction
     for seed in range(3):
-        OPERATORS["row"](case, (2050, 1), 4096, 4096, seed=seed)
+        OPERATORS["row"](case, (2050, 1), 4096, 4096, seed=seed, bias=seed > 0)
 
 
 def test_the_kernels_of_the_method_really_ran(case: Case) -> None:
@@ -157,15 +157,19 @@ def test_random_numbers_stay_within_the_rounding_bound(case: Case) -> None:
         pytest.skip("NCCL rounds each partial sum to bf16; the bound is about our reduction")
     w = case.world
     x, weight = _random(case, 512 * w, 768 * w, seed=1), _random(case, 640, 768 * w, seed=2)
+    bias = _random(case, 640, seed=3)
     poison(case)
     y = linear_reduce_scatter(
         x.chunk(w, 1)[case.rank].contiguous(),
         weight.chunk(w, 1)[case.rank].contiguous(),
+        bias,
         group=case.group,
         config=case.config,
     )
-    exact = (x.double() @ weight.double().t()).chunk(w, 0)[case.rank]
-    bound = rounding_bound(x, weight.t(), case.dtype, w).chunk(w, 0)[case.rank]
+    exact = (x.double() @ weight.double().t()).chunk(w, 0)[case.rank] + bias
+    bound = (
+        rounding_bound(x, weight.t(), case.dtype, w).chunk(w, 0)[case.rank] + bias.abs() * torch.finfo(case.dtype).eps
+    )
     assert bool(((y.double() - exact).abs() <= bound).all())
 
 
@@ -177,37 +181,43 @@ def test_the_same_bits_on_every_run(
 ) -> None:
     x = _random(case, 1024 * case.world, 1024, seed=case.rank).requires_grad_()
     weight = _random(case, 256 * case.world, 1024, seed=10).requires_grad_()
+    bias = _random(case, 256 * case.world, seed=11).requires_grad_()
     runs = []
     for _ in range(5):
-        x.grad = weight.grad = None
-        y = there(x, weight, group=case.group, config=case.config)
+        x.grad = weight.grad = bias.grad = None
+        y = there(x, weight, bias, group=case.group, config=case.config)
         z = back(y, weight.t(), group=case.group, config=case.config)
         z.square().sum().backward()
-        runs.append([y.detach().clone(), z.detach().clone(), x.grad, weight.grad])
+        runs.append([y.detach().clone(), z.detach().clone(), x.grad, weight.grad, bias.grad])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
 
 
 @pytest.mark.parametrize("operator", [all_gather_linear, linear_reduce_scatter, linear_all_to_all, all_to_all_linear])
 def test_operands_anywhere_in_memory(case: Case, operator: Callable[..., torch.Tensor]) -> None:
-    """Of one shape: each in turn on 16 bytes, or an element beside them. A launch that was packed for the one would not serve the
-    other: vectors of 16 bytes cannot be loaded from there."""
+    """Of one shape, without a bias and with one: each in turn on 16 bytes, or an element beside them. A launch that was packed
+    for the one would not serve the other: vectors of 16 bytes cannot be loaded from there."""
     rows, k = 128 * case.world, 192
     features = k * case.world if operator is all_to_all_linear else k
     x, w = case.integers(rows, k, seed=case.rank), case.integers(64 * case.world, features, seed=9)
+    bias = case.integers(64 * case.world, seed=10)
 
     def placed(whole: torch.Tensor, first: int) -> torch.Tensor:
         memory = torch.zeros(whole.numel() + 1, device=case.device, dtype=case.dtype)
         return memory[first:][: whole.numel()].view(whole.shape).copy_(whole).requires_grad_()
 
-    def outcome(x_first: int, w_first: int) -> tuple[torch.Tensor, ...]:
-        operands = placed(x, x_first), placed(w, w_first)
+    def outcome(*places: int) -> tuple[torch.Tensor, ...]:
+        operands = [placed(whole, first) for whole, first in zip((x, w, bias), places, strict=False)]
         y = operator(*operands, group=case.group, config=case.config)
         return y.detach(), *torch.autograd.grad(y, operands, torch.ones_like(y))
 
-    expected = outcome(0, 0)
-    for places in ((1, 0), (0, 1), (1, 1), (0, 0)):
-        assert all(torch.equal(a, b) for a, b in zip(outcome(*places), expected, strict=True))
+    for first, *others in (
+        ((0, 0), (1, 0), (0, 1), (1, 1), (0, 0)),
+        ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0)),
+    ):
+        expected = outcome(*first)
+        for places in others:
+            assert all(torch.equal(a, b) for a, b in zip(outcome(*places), expected, strict=True))
 
 
 def test_layouts_freezing_microbatches_and_recomputation(case: Case) -> None:

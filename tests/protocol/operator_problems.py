@@ -32,22 +32,22 @@ def gathers(
     complete: bool = False,
     again: bool = False,
 ) -> Build:
-    """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank.
+    """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank + bias [columns].
 
     complete: all of x is waited for before the product, as for the weight gradient of a row linear with frozen input.
     again: the result is that of a second product with the same gathered x.
     """
     x = integers(calls, machine.world_size, TILE, TILE, seed=1)
-    b = integers(machine.world_size, TILE, columns, seed=2)
+    b, bias = integers(machine.world_size, TILE, columns, seed=2), integers(columns, seed=9)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t()).fprop
         gather = plan.start(domain, planned_tag(domain, "gather"), own)
         if again:
             gather.matmul(mine * 2)
-        return gather.gathered_view() @ mine if complete else gather.matmul(mine)
+        return gather.gathered_view() @ mine + bias if complete else gather.matmul(mine, bias)
 
-    return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b, before)
+    return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b + bias, before)
 
 
 def scatters(
@@ -59,16 +59,16 @@ def scatters(
     split_reduction: bool = False,
     rows: int = TILE,
 ) -> Build:
-    """Calls of reduce_scatter(a [W * rows, TILE] @ b [TILE, columns], two chunks a rank); a, b differ by rank."""
-    world = machine.world_size
+    """Calls of reduce_scatter(a [W * rows, TILE] @ b [TILE, columns], two chunks a rank) + bias [columns], b by rank."""
+    world, bias = machine.world_size, integers(columns, seed=9)
     a, b = integers(calls, world, world * rows, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         variant = core("select.method").Method("fused", split_reduction=split_reduction)
         plan = domain.plan(method, own, mine.t(), "LINEAR_REDUCE_SCATTER", variant).fprop
-        return plan.start(domain, planned_tag(domain, "scatter"), own, mine).finish()
+        return plan.start(domain, planned_tag(domain, "scatter"), own, mine, bias).finish()
 
-    return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)), before)
+    return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)) + bias, before)
 
 
 def to_heads(

@@ -93,9 +93,11 @@ def _gradients(rank: int, world: int) -> None:
     """Those that are wanted, and main_grad."""
     case = _case("chunked")
     for call in CALLS:
-        for wants_dx, wants_dw in ((True, True), (True, False), (False, True)):
+        for wants_dx, wants_dw, wants_dbias in ((True, True, False), (True, False, True), (False, True, True)):
             x, w = torch.ones(5, 1, 8).requires_grad_(wants_dx), torch.ones(4, 8).requires_grad_(wants_dw)
-            call(x, w, group=case.group, config=case.config).sum().backward()
+            bias = torch.ones(8)[::2].requires_grad_(wants_dbias)
+            call(x, w, bias, group=case.group, config=case.config).sum().backward()
+            assert (bias.grad is None) != wants_dbias and (bias.grad is None or bool((bias.grad == 5).all()))
             all_ranks = world if call is linear_dgrad_all_reduce else 1
             assert (x.grad is not None) == wants_dx and (w.grad is not None) == wants_dw
             assert x.grad is None or bool((x.grad == 4 * all_ranks).all())

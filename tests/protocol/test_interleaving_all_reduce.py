@@ -50,8 +50,10 @@ def mlp(method: str, machine: Simulation, rows: int | None = None) -> Build:
             )
             for step in range(STEPS):
                 column, row = Context(True), Context(True)
-                h = functions._LinearDgradAllReduce.forward(column, x[step].clone(), w1[rank], first.linear("fc1"))
-                y = functions._LinearAllReduce.forward(row, h, w2[rank], second.linear("fc2"))
+                h = functions._LinearDgradAllReduce.forward(
+                    column, x[step].clone(), w1[rank], None, first.linear("fc1")
+                )
+                y = functions._LinearAllReduce.forward(row, h, w2[rank], None, second.linear("fc2"))
                 results[step, rank] = {"y": y.clone()}
                 dh, dw2, *_ = functions._LinearAllReduce.backward(row, dy[step].clone())
                 dx, dw1, *_ = functions._LinearDgradAllReduce.backward(column, dh)

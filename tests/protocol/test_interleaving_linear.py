@@ -28,7 +28,7 @@ class Context(SimpleNamespace):
     """What `torch.autograd.Function` passes as ctx; `wants_dx`: whether the input needs a gradient."""
 
     def __init__(self, wants_dx: bool) -> None:
-        super().__init__(needs_input_grad=(wants_dx, True, False))
+        super().__init__(needs_input_grad=(wants_dx, True, False, False))
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         self.saved_tensors = tensors
@@ -108,8 +108,8 @@ def _forward(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, plans: tuple[Any, Any], context: tuple[Context, Context]
 ) -> torch.Tensor:
     first, second = plans
-    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, first.linear("fc1"))
-    return core("linear")._LinearReduceScatter.forward(context[1], h, w2, second.linear("fc2")).clone()
+    h = core("linear")._AllGatherLinear.forward(context[0], x, w1, None, first.linear("fc1"))
+    return core("linear")._LinearReduceScatter.forward(context[1], h, w2, None, second.linear("fc2")).clone()
 
 
 def _backward(dy: torch.Tensor, context: tuple[Context, Context]) -> dict[str, torch.Tensor]:

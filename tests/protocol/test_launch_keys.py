@@ -30,9 +30,9 @@ def _compiled_for(launch: Launch) -> Hashable:
 
 
 class Shifted(Case):
-    """Operands on 16 bytes, or an element beside them: x where `places` has a 1 for it, then the weight."""
+    """Operands on 16 bytes, or an element beside them: x where `places` has a 1 for it, then weight, then bias."""
 
-    places = (0, 0)
+    places = (0, 0, 0)
 
     def mine(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         return self._placed(super().mine(full, dim).detach())
@@ -41,7 +41,7 @@ class Shifted(Case):
         return self._placed(super().copy(full).detach())
 
     def _placed(self, whole: torch.Tensor) -> torch.Tensor:
-        first = self.places[whole.shape[0] == 40 * self.world or whole.shape[0] == 40]  # the weight's rows, or x
+        first = self.places[2 if whole.dim() == 1 else whole.shape[0] in (40, 40 * self.world)]  # bias, weight or x
         return torch.zeros(whole.numel() + 1)[first:][: whole.numel()].view(whole.shape).copy_(whole).requires_grad_()
 
 
@@ -61,9 +61,10 @@ def _launches(rank: int, world: int, method: str) -> int:
     with mock.patch.object(LaunchCache, "run", run):
         for _ in range(4):  # in three each slot has had each
             known = set(found)
-            for Shifted.places in ((0, 0), (1, 0), (0, 1)):
+            for Shifted.places in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
                 for name in ("column", "row") if method == "low_latency" else OPERATORS:
-                    OPERATORS[name](case, (6, 1), 24, 40)
+                    for bias in (False, True):
+                        OPERATORS[name](case, (6, 1), 24, 40, bias=bias)
     assert set(found) == known, "a turn has launches of its own: on a GPU each call would be packed anew"
     assert all(len(binaries) == 1 for binaries in found.values()), "one key, several binaries"
     return len({seen for binaries in found.values() for seen, _ in binaries})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from overlap_train import (
     shutdown,
 )
 from overlap_train.ops import launch as persistent
+from overlap_train.ops.plan import EnginePlan
 from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
 from tests.processes import run_ranks, values
 
@@ -74,6 +76,26 @@ def test_every_shape_by_kernels(method: str, monkeypatch: pytest.MonkeyPatch) ->
     """The Triton kernels themselves, interpreted, between real processes."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [12] * 2
+
+
+def _a_bias_alone_trains(rank: int, world: int, method: str) -> None:
+    """Nothing is sent for its gradient. Its elements lie apart."""
+    case = _case(method)
+    x, w, numbers = torch.ones(4, 3), torch.ones(5, 3), torch.arange(10.0)
+    for operator, in_y, rows in ((all_gather_linear, 3, 4 * world), (linear_reduce_scatter, 3 * world, 4 // world)):
+        bias = numbers[::2].detach().requires_grad_()
+        y = operator(x, w, bias, group=case.group, config=case.config)
+        assert torch.equal(y, (in_y + numbers[::2]).expand(rows, 5))
+        with mock.patch.object(EnginePlan, "start", side_effect=AssertionError("sends")):
+            y.sum().backward()
+        assert bias.grad is not None and bias.grad.tolist() == [rows] * 5
+    shutdown()
+
+
+@pytest.mark.parametrize("method", ["chunked", "collective", "fused", "low_latency"])
+def test_a_bias_alone_trains(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    values(run_ranks(2, _a_bias_alone_trains, method, limit_s=60))
 
 
 def _keep_gathered(rank: int, world: int, method: str) -> None:

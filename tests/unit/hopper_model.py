@@ -334,13 +334,34 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
         assert half == sum(step.startswith("put") for step in did[-1]), "left, then right"
         did[-1].append("put NaN" if isnan(values) else "put")
 
+    def plus_bias(values: float, bias: object, col: int, n: int) -> float:
+        assert col == loads.tiles[len(did) - 1].b_col + did[-1].count("bias") * HALF_N
+        did[-1].append("bias")
+        return values
+
     names = _products(multiply_tile=multiply_tile, pass_tile=pass_tile)
-    names |= dict(
-        next_tile=loads.next_tile, add_halves=add_halves, add_half=add_half, put_quarter=put_quarter, range=range
-    )
+    names |= dict(plus_bias=plus_bias, next_tile=loads.next_tile, add_halves=add_halves, add_half=add_half)
+    names |= dict(put_quarter=put_quarter, range=range)
     language = SimpleNamespace(**vars(loads.language) | {"load": lambda *args, **kwargs: int(gave_up)})
     python_of(scatter._multiply, **names, **ORDER, gl=language)(
-        None, None, None, "b", "half of b", None, None, p.rank, p.sizes, (), part, *switches, *_BLOCKS, 4, True, 1, 0
+        None,
+        None,
+        None,
+        "b",
+        "half of b",
+        None,
+        None,
+        None,
+        p.rank,
+        p.sizes,
+        (),
+        part,
+        *switches,
+        *_BLOCKS,
+        4,
+        True,
+        1,
+        0,
     )
     return did
 
@@ -394,12 +415,33 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
         for half in range(halves):
             desc.store(chunk, row, col + half * HALF_N, part, half, tiles[turn])
 
+    def plus_bias(values: int, bias: object, col: int, n: int) -> int:
+        assert exchange or col == tiles[len(put) - 1].b_col + len(put[-1]) * HALF_N
+        return values
+
     names = _products(multiply_tile=multiply_tile)
-    names |= dict(next_tile=next_tile, put_quarter=put_quarter, store_strip=store_strip)
+    names |= dict(plus_bias=plus_bias, next_tile=next_tile, put_quarter=put_quarter, store_strip=store_strip)
     for part in range(2):
         put.clear()
         python_of(gather.multiply_tiles, **names, **ORDER)(
-            None, None, None, None, None, None, rank, p.sizes, (), part, world, local, p.chunks, *_BLOCKS, 4, True, 0
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            rank,
+            p.sizes,
+            (),
+            part,
+            world,
+            local,
+            p.chunks,
+            *_BLOCKS,
+            4,
+            True,
+            0,
         )
         assert put == [list(range(tile.halves)) for tile in tiles]
     python_of(gather.store_tiles, **names, **ORDER)(

@@ -54,15 +54,15 @@ def _without_assembler() -> Iterator[None]:
 
 
 def compiled(
-    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), **switches: int
+    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, **switches: int
 ) -> tuple[str, int]:
     """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks; formats: of a and b; switches: its constexprs."""
-    binary = compiled_kernel(kernel_name, b_is_nk, formats, **switches)
+    binary = compiled_kernel(kernel_name, b_is_nk, formats, bias, **switches)
     return binary.asm["ptx"], binary.metadata.shared
 
 
 def compiled_kernel(
-    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), **switches: int
+    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, **switches: int
 ) -> Any:
     """What Triton's compiler returns, without a binary."""
     import triton
@@ -93,7 +93,7 @@ def compiled_kernel(
     if not constants["SCALING"]:
         constants |= dict.fromkeys(name for name in kernel.arg_names if "scale" in name)
     depth, half_n = constants["BLOCK_K"], constants["BLOCK_N"] // 2
-    constants = {"LOCAL": constants["WORLD"]} | constants
+    constants = {"LOCAL": constants["WORLD"]} | constants | ({} if bias else {"bias_ptr": None})
     if "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
     else:
@@ -114,7 +114,12 @@ def compiled_kernel(
         "y_desc": out,
         "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, half_n),
     } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {"own_ptr": f"*{formats[0]}", "limit": "i64", "tag": "i64"}
+    types |= dict.fromkeys(WORDS, "*i64") | {
+        "own_ptr": f"*{formats[0]}",
+        "bias_ptr": "*bf16",
+        "limit": "i64",
+        "tag": "i64",
+    }
     types |= dict.fromkeys(("a_scale_ptr", "gathered_scale_ptr", "b_scale_ptr"), "*fp32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -137,7 +142,9 @@ def _descriptor(*block: int, dtype: str = "bf16") -> str:
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
-def compiled_portable(module_name: str, kernel_name: str, capability: int = 90, **constants: Any) -> str:
+def compiled_portable(
+    module_name: str, kernel_name: str, capability: int = 90, bias: bool = False, **constants: Any
+) -> str:
     """PTX of a plain Triton kernel for bf16 data. capability: of the GPU, 80 for an A100. constants: constexprs; num_warps, 4
     without it; and divisible: the names of arguments that are multiples of 16."""
     import triton
@@ -152,6 +159,9 @@ def compiled_portable(module_name: str, kernel_name: str, capability: int = 90, 
     if "DTYPE" in constants:
         constants["DTYPE"] = getattr(triton.language, constants["DTYPE"])
     pointers = {name: "*i64" if name in (*WORDS, "memory_at_ptr") else data for name in names if name.endswith("_ptr")}
+    if "bias_ptr" in names:
+        pointers["bias_ptr"] = "*bf16"
+        constants |= {} if bias else {"bias_ptr": None}
     types = pointers | {"limit": "i64", "tag": "i64"} | OTHERS | dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}

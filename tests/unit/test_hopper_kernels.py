@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from overlap_train.gpu.ptx_check import missing
+from overlap_train.kernels.hopper_scaled import BLOCKS, PRECISE, TENSORS, VECTORS
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
 
@@ -169,6 +170,11 @@ ACROSS_NODES = [  # where other blocks come next; nothing is sent or added by th
     ("hopper_gemm_reduce_scatter", {"LOCAL": 2, "DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", {"LOCAL": 2, "DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
 ]
+WITH_BIAS = [
+    ("hopper_all_gather_gemm", {"bias": True}),
+    ("hopper_gemm_reduce_scatter", {"bias": True, "DIRECT": False}),
+    ("hopper_gemm_reduce_scatter", {"bias": True, "DIRECT": True}),
+]
 
 
 def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
@@ -178,7 +184,7 @@ def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
     assert "setmaxnreg.inc" in ptx
 
 
-@pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES)
+@pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES + WITH_BIAS)
 def test_nothing_spills_and_the_stages_fit(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, switches: dict[str, bool]
 ) -> None:
@@ -187,31 +193,50 @@ def test_nothing_spills_and_the_stages_fit(
     assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
 
 
-@pytest.mark.parametrize("scaling", [1, 2], ids=["fast", "precise"])
-@pytest.mark.parametrize(
-    ("kernel", "direct"), [("hopper_all_gather_gemm", True), ("hopper_gemm_reduce_scatter", False)]
-)
-def test_fp8_spills_nothing_and_waits_as_other_products_do(
-    compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, direct: bool, scaling: int
+WIDE, NARROW = {"BLOCK_K": 128}, {"BLOCK_K": 128, "BLOCK_N": 128}  # one-byte operands; a tile's columns
+E4M3, GRADIENTS = ("fp8e4nv", "fp8e4nv"), ("fp8e5", "fp8e4nv")
+ONE_BYTE = [
+    ("hopper_all_gather_gemm", E4M3, WIDE | {"SCALING": TENSORS}),
+    ("hopper_all_gather_gemm", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": TENSORS, "DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False}),
+    ("hopper_all_gather_gemm", E4M3, NARROW | {"SCALING": BLOCKS}),
+    ("hopper_gemm_reduce_scatter", E4M3, NARROW | {"SCALING": BLOCKS, "DIRECT": False}),
+    ("hopper_all_gather_gemm", E4M3, NARROW | {"SCALING": VECTORS, "WORLD": 1}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "formats", "switches"), ONE_BYTE)
+def test_products_of_one_byte_operands_keep_their_registers_and_run_on_the_tensor_cores(
+    compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, formats: tuple[str, str], switches: dict[str, int]
 ) -> None:
-    """e5m2 by e4m3, as in backward; panels of 128. The other two kernels differ from these in how rows leave."""
-    switches = dict(DIRECT=direct, SCALING=scaling, BLOCK_K=128)
-    ptx, shared = compiled(kernel, True, ("fp8e5", "fp8e4nv"), **switches)
+    """They wait and signal as the others do. Two products of one group in flight at once would be serialized."""
+    ptx, shared = compiled(kernel, True, formats, **switches)
     _keeps_its_registers_and_fits(ptx, shared)
-    assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
-    assert len(re.findall(r"wgmma\.mma_async\.\S*\.e5m2\.e4m3", ptx)) and not re.search(
-        r"wgmma\.mma_async\.\S*bf16", ptx
-    )
-    assert missing(ptx, f"{kernel}_kernel", dict(WORLD=4, REDUCE="scatter" in kernel, **switches)) is None
+    said = compiling.submit(hopper_ptx.resources, ptx).result(120)
+    assert "0 bytes spill stores" in said and "serialized" not in said
+    a, b = ({"fp8e4nv": "e4m3", "fp8e5": "e5m2"}[format] for format in formats)
+    assert re.search(rf"wgmma\.mma_async\S+k32\.f32\.{a}\.{b}", ptx)
+    assert missing(ptx, f"{kernel}_kernel", {"REDUCE": True, "DIRECT": False, "WORLD": 4} | switches) is None
 
 
 # How B lies concerns the warps that load and multiply. Those of a scatter are the same with and without a reduction, so only the
 # one with it, which has more code and registers, is compiled once more.
-@pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("REDUCE", True)])
+@pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("REDUCE", True)] + WITH_BIAS)
 def test_nothing_spills_and_the_stages_fit_where_b_is_transposed(
     compiled: Compile, kernel: str, switches: dict[str, bool]
 ) -> None:
     _keeps_its_registers_and_fits(*compiled(kernel, False, **switches))
+
+
+@pytest.mark.parametrize(("kernel", "switches"), WITH_BIAS)
+def test_a_bias_is_loaded_two_columns_at_a_time_and_once_for_all_rows(
+    compiled: Compile, kernel: str, switches: dict[str, bool]
+) -> None:
+    """Of both groups for the left, the right and a half tile: 128 columns, of which each of four threads of a row has 32."""
+    with_and_without = (compiled(kernel, True, **switches | {"bias": bias})[0] for bias in (True, False))
+    loads = [len(re.findall(r"ld\.global\.b32", ptx)) for ptx in with_and_without]
+    assert loads[0] - loads[1] == 2 * 3 * 16
 
 
 # A kernel that sends to peers itself, or adds their partial sums, has a piece of code for each. The others walk their peers in a

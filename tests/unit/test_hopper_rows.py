@@ -134,7 +134,13 @@ def test_a_peers_strip_leaves_before_an_own_one_below_it(
             m_chunk = m_shard // chunks
             is_there = done.loads.tiles[tile].a_rows[part] < block * m_shard + (chunk + 1) * m_chunk
             added = len(halves) * (world - 1) if adds and block == rank else 0
-            does = ["product" if is_there else "no product", *["add"] * added, *["put"] * len(halves)]
+            biased = len(halves) if adds and block == rank else 0
+            does = [
+                "product" if is_there else "no product",
+                *["add"] * added,
+                *["bias"] * biased,
+                *["put"] * len(halves),
+            ]
             assert done.multiplied[part][tile] == does
         assert done.stored[tile] == list(stores(units, len(halves), rank, done.stored[tile]))
 

@@ -28,7 +28,7 @@ from overlap_train.gpu.launch import (
 from overlap_train.gpu.ptx_check import Verifier
 from tests.unit import hopper_ptx
 
-KERNELS = [("hopper_all_gather_gemm", {}), ("hopper_gemm_reduce_scatter", {"DIRECT": True})]
+KERNELS = [("hopper_all_gather_gemm", {"bias": True}), ("hopper_gemm_reduce_scatter", {"DIRECT": True})]
 
 
 def _signature_and_ptx(kernel: str, switches: dict[str, bool]) -> tuple[dict[str, str], str, int]:

@@ -164,6 +164,7 @@ def test_every_kernel_has_an_entry() -> None:
         "arrivals",
         "gemm_reduce_scatter",
         "low_latency",
+        "quantize",
     )
     modules = [importlib.import_module(f"overlap_train.kernels.{file}") for file in (*files, "signal")]
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
