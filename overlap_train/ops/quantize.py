@@ -16,7 +16,7 @@ from ..group.domain import OverlapDomain
 from .launch import aligned, multiprocessors
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights, and of gradients
-_BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=64, num_warps=8)  # what a program reads at once
+_BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a program reads at once
 
 
 @dataclass(frozen=True)

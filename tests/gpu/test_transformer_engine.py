@@ -66,7 +66,7 @@ def test_fp8_with_one_scale_a_tensor_is_transformer_engines(
     )
     for name, gradient in theirs.items():
         off, rounded = ((other[name] - gradient).norm() / gradient.norm() for other in (ours, bf16))
-        assert off < max(rounded / 2, 2**-5), f"{name}: {off:.4f}, bf16 {rounded:.4f}"
+        assert off < max(0.75 * rounded, 2**-5), f"{name}: {off:.4f}, bf16 {rounded:.4f}"
     ran = [linear for linear in report(model).linears if linear.slot not in (None, "output")]
     assert len(ran) == LINEARS - 1 and all("fp8 tensorwise" in linear.reason for linear in ran)
 

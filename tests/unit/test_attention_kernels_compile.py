@@ -30,7 +30,7 @@ def test_it_compiles_and_no_order_depends_on_timing(
     assert re.search(r"st\.global", ptx) and not re.search(r"\b(atom|red)\.", ptx)
 
 
-TILE = dict(BLOCK_M=128, BLOCK_K=64, num_warps=8, divisible=("m", "k"))
+TILE = dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, divisible=("m", "k"))
 
 
 @pytest.mark.parametrize(
