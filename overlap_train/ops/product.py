@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 
-@dataclass(frozen=True)
-class Fp8Matrix:
+class Fp8Matrix(NamedTuple):
     """The right operand b [K, N] of a product in fp8, and both scales: a @ b = (a8 @ b8) * a_inverse * b_inverse.
 
     b_nk: [N, K], contiguous: both operands lie along the contraction, as tensor cores want them. a_inverse, b_inverse: fp32 [1].

@@ -7,20 +7,19 @@ Source: TransformerEngine's current scaling, whose formulas these are, but for i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
-from .launch import aligned, multiprocessors
+from .launch import multiprocessors
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights, and of gradients
 _BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a program reads at once
 
 
-@dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """x [M, K] in fp8. rows: as x lies; columns: [K, M], contiguous; None: not asked for. inverse: fp32 [1], 1 / scale."""
 
     rows: torch.Tensor | None
@@ -34,8 +33,8 @@ def largest(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
         return x.abs().amax().float().view(1)
     x = x.contiguous()
     amax = torch.empty(parts(domain), dtype=torch.float32, device=x.device)
-    values = (x.data_ptr(), amax.data_ptr())
-    domain.launches.run(("amax", x.shape, x.dtype, aligned(*values)), values, _amax_launch, x, amax)
+    x_at = x.data_ptr()  # what is allocated here is aligned
+    domain.launches.run(("amax", x.shape, x.dtype, x_at % 16), (x_at, amax.data_ptr()), _amax_launch, x, amax)
     return amax
 
 
@@ -58,7 +57,7 @@ def quantized(
     assert one is not None, "rows, columns, or both"
     tensors = (x, amax, one if by_rows is None else by_rows, one, made.inverse)
     values = tuple(tensor.data_ptr() for tensor in tensors)
-    key = ("quantize", x.shape, x.dtype, dtype, rows, columns, amax.numel(), aligned(*values))
+    key = ("quantize", x.shape, x.dtype, dtype, rows, columns, amax.numel(), values[0] % 16)
     domain.launches.run(key, values, _quantize_launch, *tensors, rows, columns)
     return made
 
@@ -80,8 +79,8 @@ def transposed(domain: OverlapDomain, x8: torch.Tensor) -> torch.Tensor:
     if not domain.on_gpu:
         return x8.t().contiguous()
     y8 = x8.new_empty(x8.shape[::-1])
-    values = (x8.data_ptr(), y8.data_ptr())
-    domain.launches.run(("transpose", x8.shape, aligned(*values)), values, _transpose_launch, x8, y8)
+    x_at = x8.data_ptr()
+    domain.launches.run(("transpose", x8.shape, x_at % 16), (x_at, y8.data_ptr()), _transpose_launch, x8, y8)
     return y8
 
 

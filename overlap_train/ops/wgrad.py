@@ -12,7 +12,6 @@ torch.autograd.grad, it is returned, and the mark taken away: data parallelism t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ class WeightGradient:
         if self._target is None:
             self._dw = x.multiply(dy_nm)
         else:
-            self._target.add_(replace(x, dtype=torch.float32).multiply(dy_nm))
+            self._target.add_(x._replace(dtype=torch.float32).multiply(dy_nm))
 
     def result(self) -> torch.Tensor | None:
         """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
