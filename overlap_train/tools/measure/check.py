@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 
 _ROUNDINGS = 4
+ROUNDINGS_IN_FP8 = (
+    16  # tensor cores that add up in fewer bits, over the longest K; what is out of place is wrong by far more
+)
 _SUMS = 1e-3  # what sums in another order may add to fp32
 _BLOCK = 4096  # rows that are compared at once: copies in fp32 are large
 
@@ -20,11 +23,11 @@ class WrongResult(RuntimeError):
     """A result differs from torch's by more than rounding explains."""
 
 
-def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+def check(name: str, found: torch.Tensor, expected: torch.Tensor, roundings: int = _ROUNDINGS) -> None:
     """Raises WrongResult with the number of wrong elements. NaN is wrong."""
     if found.shape != expected.shape:
         raise WrongResult(f"{name}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
-    tolerance, wrong = max(_ROUNDINGS * torch.finfo(found.dtype).eps, _SUMS), 0
+    tolerance, wrong = max(roundings * torch.finfo(found.dtype).eps, _SUMS), 0
     for ours, theirs in zip(found.split(_BLOCK), expected.split(_BLOCK), strict=True):
         size = theirs.float().square().mean(dim=-1, keepdim=True).sqrt()
         is_right = (ours.float() - theirs.float()).abs() <= tolerance * (theirs.float().abs() + size)

@@ -37,7 +37,7 @@ from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
 from .cases import Case
-from .check import check
+from .check import ROUNDINGS_IN_FP8, check
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
@@ -84,15 +84,15 @@ class Operands:
     whole: torch.Tensor
 
 
-def in_fp8(o: Operands, gathers: bool) -> Operands:
-    """The same in fp8, by scales for numbers up to 8. What a reduce-scatter is timed on stays as it is."""
+def in_fp8(o: Operands, case: Case) -> Operands:
+    """The same in fp8, by scales for numbers up to 8; summed as in training. What a reduce-scatter is timed on stays as it is."""
     assert isinstance(o.right, torch.Tensor)
     most = torch.full((1,), 8.0, device=o.left.device)
     left, whole, right = (
         quantized_by_torch(matrix.contiguous(), most, FORWARD) for matrix in (o.left, o.whole, o.right.t())
     )
-    matrix = Fp8Matrix(right.rows, left.inverse, right.inverse, o.left.dtype, fast=True)
-    return Operands(left.rows, matrix, whole.rows if gathers else o.whole)
+    matrix = Fp8Matrix(right.rows, left.inverse, right.inverse, o.left.dtype, fast=case.pass_ == "fprop")
+    return Operands(left.rows, matrix, whole.rows if case.kind.gathers else o.whole)
 
 
 def normal(world: World, dtype: torch.dtype, seed: int, shared: bool = False) -> Callable[..., torch.Tensor]:
@@ -118,7 +118,7 @@ def make_operands(case: Case, session: Session, seed: int) -> Operands:
     else:
         left = own(m // ranks, len(right))
         made = Operands(left, right, world.gather(left))
-    return in_fp8(made, case.kind.gathers) if session.fp8 else made
+    return in_fp8(made, case) if session.fp8 else made
 
 
 def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
@@ -154,7 +154,8 @@ def inputs_of(case: Case, session: Session) -> Inputs:
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
         right = first.right if ranks == 1 else first.right.chunk(ranks, dim=1)[rank]  # type: ignore[union-attr]
         expected = _expected(first.whole, right)
-    return Inputs(sets, decoy, partial(check, expected=expected))
+    allowed = {"roundings": ROUNDINGS_IN_FP8} if session.fp8 else {}
+    return Inputs(sets, decoy, partial(check, expected=expected, **allowed))
 
 
 def _expected(left: torch.Tensor, right: Right) -> torch.Tensor:
