@@ -150,7 +150,6 @@ class OverlapDomain:
             if self.launcher is None
             else StreamCopyEngine(device, self.launcher.driver)
         )
-        self.launches = LaunchCache(self.launcher, 0)  # of kernels that touch nothing that is shared
         self.fault = FaultRecord(device, self.rank, config.timeout_s)
         self.layout = Layout(self.world_size, 0)
         self.heap: SymmetricHeap | None = None
@@ -162,6 +161,11 @@ class OverlapDomain:
         self.agreement = Agreement(group, config.timeout_s)  # last: a rank whose domain could not be made has none
         self.fault.agreement, self.agreement.is_idle = self.agreement, lambda: self.engine.is_idle()
         self.agreement.peers.begun = lambda: self.fault.begun
+
+    @cached_property
+    def launches(self) -> LaunchCache:
+        """Of kernels that touch nothing that is shared."""
+        return LaunchCache(self.launcher, 0)
 
     @cached_property
     def nodes(self) -> Nodes:

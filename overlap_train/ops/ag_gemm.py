@@ -8,6 +8,7 @@ for each (schedule/ has the orders).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
-from .product import Right, multiply
+from .product import Right, product
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -27,7 +28,7 @@ class AllGatherGemm:
 
     def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [M, K] @ b_kn [K, N] + bias [N] -> [M, N]; may be called again, with another b."""
-        return multiply(self.gathered_view(), b_kn, bias=bias)
+        return product(bias, self.gathered_view(), b_kn)
 
     def keep_own(self, beside: EnginePlan) -> None:
         """Start to copy this rank's shard to its place among the others, which gathered_view wants, if the kernel of the plan
@@ -79,10 +80,11 @@ class ChunkedAllGatherGemm(AllGatherGemm):
         world, m_shard, n = self._domain.world_size, self._own.shape[0], b_kn.shape[1]
         y = self._own.new_empty(world * m_shard, n, dtype=self._plan.dtype)
         blocks = y.view(world, m_shard, n)  # unflatten takes 2 us more
-        multiply(self._own, b_kn, blocks[self._domain.rank], bias)
+        multiply = torch.mm if bias is None and isinstance(b_kn, torch.Tensor) else partial(product, bias)
+        multiply(self._own, b_kn, out=blocks[self._domain.rank])
         for source in self._plan.sources:
             self._call.wait(source)
-            multiply(self._call.blocks[source], b_kn, blocks[source], bias)
+            multiply(self._call.blocks[source], b_kn, out=blocks[source])
         self._arrived = True
         return y
 

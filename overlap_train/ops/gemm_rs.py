@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from ..group.slots import Call
 from . import collective as collectives
 from . import launch, low_latency
 from .launch import aligned, bias_argument
-from .product import Right, multiply
+from .product import Right, product
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -43,7 +44,7 @@ class CollectiveGemmReduceScatter(GemmReduceScatter):
         bias: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         domain.collective_calls.enter(tag)
-        self._partial, self._bias = multiply(a_mk, b_kn), bias
+        self._partial, self._bias = product(None, a_mk, b_kn), bias
         self._y = self._partial.new_empty(a_mk.shape[0] // domain.world_size, b_kn.shape[1])
         self._work = collectives.reduce_scatter(self._y, self._partial, domain.group)
 
@@ -69,11 +70,12 @@ class ChunkedGemmReduceScatter(GemmReduceScatter):
         self._partials = self._a.new_empty(world, m // world, self._b.shape[1], dtype=dtype)  # block d: rows of rank d
         self._call = domain.workspace.open(self._partials.shape[1:], dtype, self._tag)
         self._call.next_epoch()
+        multiply = torch.mm if isinstance(self._b, torch.Tensor) else partial(product, None)
         rows = self._a.view(world, m // world, k)  # strided or expanded, too; unflatten takes 2 us more
         for target, transfers in self._plan.transfers.by_target:
-            multiply(rows[target], self._b, self._partials[target])
+            multiply(rows[target], self._b, out=self._partials[target])
             domain.engine.push(self._partials, self._call.routes(transfers))
-        multiply(rows[domain.rank], self._b, self._partials[domain.rank])
+        multiply(rows[domain.rank], self._b, out=self._partials[domain.rank])
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank], self._bias)
@@ -110,7 +112,7 @@ class LowLatencyGemmReduceScatter(ChunkedGemmReduceScatter):
     """One library GEMM; then, after what the caller does meanwhile, one kernel that sends and adds."""
 
     def _start(self) -> None:
-        self._partial = multiply(self._a, self._b)
+        self._partial = product(None, self._a, self._b)
 
     def finish(self) -> torch.Tensor:
         return low_latency.scatter(self._domain, self._tag, self._partial, self._plan.sm_margin, self._bias)

@@ -44,10 +44,10 @@ class Fp8Matrix(NamedTuple):
 Right: TypeAlias = torch.Tensor | Fp8Matrix
 
 
-def multiply(
-    a_mk: torch.Tensor, b_kn: Right, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
+def product(
+    bias: torch.Tensor | None, a_mk: torch.Tensor, b_kn: Right, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """a_mk [M, K] @ b_kn [K, N] + bias [N] -> [M, N]."""
+    """a_mk [M, K] @ b_kn [K, N] + bias [N] -> [M, N]. Engines call torch.mm themselves where that does it."""
     if isinstance(b_kn, Fp8Matrix):
         return b_kn.multiply(a_mk, out, bias)
     return torch.mm(a_mk, b_kn, out=out) if bias is None else torch.addmm(bias, a_mk, b_kn, out=out)

@@ -22,7 +22,7 @@ import torch
 from ...group.domain import OverlapDomain
 from ...nodes.plan import sms_of_network
 from ...ops.plan_cache import cache_of
-from ...ops.product import multiply
+from ...ops.product import product
 from ...schedule.kinds import Kind
 from ...select.choose import choose
 from ...select.cost import reach_of
@@ -147,15 +147,15 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
 
 def baselines_of(kind: Kind, world: World, like: Operands) -> Runs:
     """The baselines of a pass, for inputs like these. Buffers that a framework would reuse are reused."""
-    found: Runs = {"gemm": (lambda o: multiply(o.whole if kind.receives else o.left, o.right))}
+    found: Runs = {"gemm": (lambda o: product(None, o.whole if kind.receives else o.left, o.right))}
     if kind.gathers:
         buffer = torch.empty_like(like.whole)
         found["comm"] = lambda o: world.gather(o.left, buffer)
-        found["sequence"] = lambda o: multiply(world.gather(o.left, buffer), o.right)
+        found["sequence"] = lambda o: product(None, world.gather(o.left, buffer), o.right)
         found["async_tp"] = lambda o: async_all_gather_matmul(o.left, o.right, world.group)[1]
     elif kind.reduces:
         found["comm"] = lambda o: world.scatter(o.whole)
-        found["sequence"] = lambda o: world.scatter(multiply(o.left, o.right))
+        found["sequence"] = lambda o: world.scatter(product(None, o.left, o.right))
         found["async_tp"] = lambda o: async_matmul_reduce_scatter(o.left, o.right, world.group)
     elif kind.sums_blocks:
         found["comm"] = lambda o: world.exchange(o.left)

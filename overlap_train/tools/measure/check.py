@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import torch
 
-_ROUNDINGS = 4
-ROUNDINGS_IN_FP8 = (
-    16  # tensor cores that add up in fewer bits, over the longest K; what is out of place is wrong by far more
-)
+ROUNDINGS = 4
+# Tensor cores add up products in fp8 in fewer bits, over the longest K. What is out of place is wrong by far more.
+ROUNDINGS_IN_FP8 = 16
 _SUMS = 1e-3  # what sums in another order may add to fp32
 _BLOCK = 4096  # rows that are compared at once: copies in fp32 are large
 
@@ -23,7 +22,7 @@ class WrongResult(RuntimeError):
     """A result differs from torch's by more than rounding explains."""
 
 
-def check(name: str, found: torch.Tensor, expected: torch.Tensor, roundings: int = _ROUNDINGS) -> None:
+def check(name: str, found: torch.Tensor, expected: torch.Tensor, roundings: int = ROUNDINGS) -> None:
     """Raises WrongResult with the number of wrong elements. NaN is wrong."""
     if found.shape != expected.shape:
         raise WrongResult(f"{name}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")

@@ -37,7 +37,7 @@ from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
 from .cases import Case
-from .check import ROUNDINGS_IN_FP8, check
+from .check import ROUNDINGS, ROUNDINGS_IN_FP8, check
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
 from .world import World
@@ -154,8 +154,8 @@ def inputs_of(case: Case, session: Session) -> Inputs:
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
         right = first.right if ranks == 1 else first.right.chunk(ranks, dim=1)[rank]  # type: ignore[union-attr]
         expected = _expected(first.whole, right)
-    allowed = {"roundings": ROUNDINGS_IN_FP8} if session.fp8 else {}
-    return Inputs(sets, decoy, partial(check, expected=expected, **allowed))
+    roundings = ROUNDINGS_IN_FP8 if session.fp8 else ROUNDINGS
+    return Inputs(sets, decoy, partial(check, expected=expected, roundings=roundings))
 
 
 def _expected(left: torch.Tensor, right: Right) -> torch.Tensor:
