@@ -81,7 +81,7 @@ def gemm_reduce_scatter_kernel(
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def reduce_partials_kernel(
     own_ptr, received_ptr, bias_ptr, y_ptr, size, n, rank, abort_ptr, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):

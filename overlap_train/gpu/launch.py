@@ -2,7 +2,7 @@
 
 Triton's launcher looks up, checks and packs every argument at every call, 50 to 80 microseconds of host time with tensor
 descriptors. From call to call only the addresses of the caller's tensors and the tag of the call change. Therefore the first
-launch goes through Triton, which compiles (ptx_check.py looks at the result before it runs). Later ones replace those values.
+launch packs what Triton has compiled (compiling.py; ptx_check.py looks at it before it runs). Later ones replace those values.
 
 Where parameters lie is taken from Triton's signature, and checked against the PTX. If they lie elsewhere, because of another
 Triton version perhaps, one warning says so and every launch of that kernel goes through Triton.
@@ -108,8 +108,19 @@ class Entry:
             raise LayoutError(f"the parameters of {metadata.name} are {self.sizes}, expected {layout} and two pointers")
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas > 1:
             raise LayoutError(f"{metadata.name} asks for scratch memory or clusters")
-        self.function, self.threads, self.shared = compiled.function, threads, metadata.shared
+        self.function, self.threads, self.shared = _loaded(compiled), threads, metadata.shared
         self.maps = tuple(metadata.tensordesc_meta or ())
+
+
+def _loaded(compiled: Any) -> int:
+    """The driver's handle of a compiled kernel. Triton would build a launcher in C before it loads one, 0.5 s for each kernel."""
+    from triton.runtime import driver
+
+    active, metadata = driver.active, compiled.metadata
+    _, function, *_ = active.utils.load_binary(
+        metadata.name, compiled.kernel, metadata.shared, active.get_current_device()
+    )
+    return int(function)
 
 
 def layout_of(signature: dict[str, str]) -> list[tuple[str, int]]:
@@ -203,18 +214,14 @@ class LaunchCache:
     def _run_and_pack(self, launcher: Launcher, key: Hashable, values: tuple[int, ...], launch: Launch) -> None:
         """Launch what is not packed here yet, and pack it for later calls."""
         compiled = launcher.verifier.verify(launch.kernel, launch.grid, launch.arguments, launch.constants)
-        has_run = compiled.hash in launcher.entries  # with other sizes, or in another slot: then Triton is not needed
-        if not has_run:
-            compiled = launch.through_triton()
         packed = self._pack(launcher, key, launch, compiled)
-        if has_run and packed is not None:
-            packed(values)
-        elif has_run:
+        if packed is None:
             launch.through_triton()
+        else:
+            packed(values)
 
     def _pack(self, launcher: Launcher, key: Hashable, launch: Launch, compiled: Any) -> PackedLaunch | None:
-        """Remember the launch, packed. None, after a warning, if it cannot be packed: the kernel may be running already, and its
-        pushes must follow, whatever another Triton does differently."""
+        """Remember the launch, packed. None, after a warning, if it cannot be: another Triton may do something differently."""
         try:
             entry = launcher.entries.get(compiled.hash) or Entry(compiled)
             launcher.entries[compiled.hash] = entry

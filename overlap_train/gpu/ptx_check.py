@@ -35,26 +35,6 @@ def _kind(value: Any) -> Hashable:
     return type(value), value
 
 
-def compiled(kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
-    """The binary of `kernel` for these arguments, from Triton's cache or compiled. It is not launched."""
-    settle_key(kernel)
-    return kernel.warmup(grid=grid, **arguments, **constants)
-
-
-def settle_key(function: Any) -> None:
-    """Have Triton work out the keys of what `function` calls, then its own. Triton keeps each.
-
-    Triton finds a compiled kernel by a key of its text, that of the functions it calls, and the constants of these. It notes the
-    constants of a called function only if that function's own key is known by then (Triton 3.6). So the key would depend on which
-    kernels a process has compiled before. Later runs would not find in the cache what is there, and compile it again in 3 s a
-    kernel.
-    """
-    if hasattr(type(function), "cache_key"):  # Triton compiles it. To look at the key itself would work it out
-        for name in function.fn.__code__.co_names:
-            settle_key(function.fn.__globals__.get(name))
-        _ = function.cache_key  # a property, which remembers
-
-
 # Modifiers come in another order in other versions of Triton, so each is looked for by itself.
 ACQUIRE = r"\b(?:ld|atom)\.(?=\S*acquire)(?=\S*\bsys\b)\S+"
 COUNT = r"\b(?:atom|red)\.(?=\S*\b(?:release|acq_rel)\b)(?=\S*\bsys\b)(?=\S*\badd\b)\S+"
@@ -146,9 +126,11 @@ class Verifier:
     def verify(self, kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants: dict[str, Any]) -> Any:
         """Compile `kernel` for these arguments, without launching it, and look for its waits and signals: RuntimeError, if one is
         not there, or not in its place. Returns the binary."""
-        # By its id: the hash of a kernel is Triton's key, which would be worked out too early (settle_key).
+        # By its id: the hash of a kernel is Triton's key, which would be worked out too early (compiling.py: settle_key).
         key = id(kernel), kinds(arguments, constants)
         if key not in self._known:
+            from .compiling import compiled  # imports Triton
+
             binary = compiled(kernel, grid, arguments, constants)
             name = binary.metadata.name
             lacking = missing(binary.asm["ptx"], name, constants)

@@ -114,6 +114,10 @@ class PlanCache:
                 raise ValueError(problem)
         else:
             prepare(domain, planned.request, problem, name, _trained(x, w))
+            if domain.on_gpu:
+                from .rehearsal import compile_ahead
+
+                compile_ahead(domain, planned.plan, x, w, bias)
         for agreed in (any_rows, these_rows):
             self.agreed.put(agreed, True)
         return self.plans.put(key, {layout: planned})[layout]

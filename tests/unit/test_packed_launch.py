@@ -59,6 +59,12 @@ def test_no_kernel_is_compiled_for_a_number_of_rows(compiling: ProcessPoolExecut
     assert all(compiling.map(_takes_any_rows, named, timeout=120))
 
 
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a kernel needs a GPU."""
+    monkeypatch.setattr("overlap_train.gpu.launch._loaded", lambda compiled: 1)
+
+
 class Driver:
     """Remembers what it was told. Its tensor maps begin with their address; it refuses REFUSED."""
 
@@ -120,7 +126,6 @@ def compiled() -> SimpleNamespace:
             name="reduce_partials_kernel", global_scratch_size=0, profile_scratch_size=0, num_ctas=1, tensordesc_meta=[meta],
             shared=0,
         ),
-        function=1,
         hash="of these constants",
     )  # fmt: skip
 
@@ -154,21 +159,21 @@ class Kernel:
         return launch
 
 
-def test_a_kernel_that_has_run_is_packed_for_other_sizes_without_triton() -> None:
+def test_a_kernel_is_packed_for_all_sizes_without_triton() -> None:
     """Of other slots, too, whose launches are remembered apart; and the PTX is read once."""
     kernel, driver = Kernel(), Driver()
     launcher: Any = SimpleNamespace(driver=driver, verifier=Verifier(), entries={})
     one, other = LaunchCache(launcher, 1), LaunchCache(launcher, 1)
     one.run(128, (2, 3), lambda: launch_of(kernel))
-    assert (kernel.launches, driver.launches) == (1, []), "the first launch is Triton's"
+    assert driver.launches == [(2, 3)], "the first launch, too: Triton would build a launcher for it"
     kernel.binary.asm = {}
     for rows in range(1, 50):
         for cache in (one, other):
             cache.run(rows, (rows + 50, rows), partial(launch_of, kernel, rows))
             assert driver.launches[-1] == (rows + 50, rows), "with the values of this launch"
     one.run(128, (5, 6), lambda: launch_of(kernel))
-    assert (kernel.launches, kernel.warmups) == (1, 1) and len(driver.launches) == 2 * 49 + 1
-    assert driver.grids == [rows for rows in range(1, 50) for _ in range(2)] + [128]
+    assert (kernel.launches, kernel.warmups) == (0, 1) and len(driver.launches) == 2 * 49 + 2
+    assert driver.grids == [128] + [rows for rows in range(1, 50) for _ in range(2)] + [128]
 
 
 def test_sizes_that_cannot_be_packed_run_through_triton() -> None:
@@ -179,7 +184,7 @@ def test_sizes_that_cannot_be_packed_run_through_triton() -> None:
     with pytest.warns(UserWarning, match="refused; launches of this kernel"):
         cache.run(7, (2, 3), lambda: launch_of(kernel, 7))
     cache.run(7, (2, 3), lambda: launch_of(kernel, 7))
-    assert (kernel.launches, driver.launches) == (3, [])
+    assert (kernel.launches, driver.launches) == (2, [(2, 3)])
 
 
 def test_addresses_and_the_stream_are_those_of_the_launch() -> None:

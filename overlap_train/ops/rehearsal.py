@@ -1,0 +1,132 @@
+"""What a plan will launch, found by running its engines on tensors without memory. So all of it, backward too, is compiled from
+the first call on, and forward waits for its own kernels only.
+
+Triton compiles for dtypes, alignments, strides, and sizes other than rows, which meta tensors of torch have. A launch that this
+misses, as of an operand that is not aligned, costs time only: it is compiled when it comes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..gpu.launch import Launch
+from ..group.domain import OverlapDomain
+from ..group.signals import Tag
+from ..group.slots import Call, Slot
+from ..group.waits import BoundedWaits
+from ..group.workspace import Workspace
+from .plan import EnginePlan, Plan
+
+_TAG = Tag("overlap_train/rehearsal", "")
+
+
+class _Rehearsal(Workspace):
+    """Slots without memory, whose calls describe what they would launch."""
+
+    def __init__(self, domain: OverlapDomain) -> None:
+        self.launches: list[Launch] = []
+        waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
+        heap: Any = SimpleNamespace(
+            view=lambda peer: torch.empty(domain.layout.nbytes, dtype=torch.uint8, device="meta")
+        )
+        super().__init__(heap, domain.layout, torch.device("meta"), waits)
+
+    def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
+        call = super()._new_call(slot, block_shape, dtype, chunks)
+        call.launches = cast(Any, self)
+        return call
+
+    def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[..., Launch], *told: Any) -> None:
+        """In place of LaunchCache.run."""
+        self.launches.append(describe(*told))
+
+
+class _NoCopies:
+    """A CopyEngine that sends nothing."""
+
+    def launch(self, kernel: Callable[[], None], *what: Any) -> None:
+        kernel()
+
+    def push(self, *what: Any) -> None: ...
+
+    keep = wait_kept = push
+
+
+def compile_ahead(
+    domain: OverlapDomain, plan: Plan, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Start to compile what calls of `plan` with operands like these launch, each rank of a node another kernel first."""
+    from ..gpu.compiling import start  # imports Triton
+
+    # Products, which have the most arguments and take longest, before small kernels.
+    launches = sorted(launches_of(domain, plan, x, w, bias), key=lambda one: -len(one.arguments))
+    first = domain.rank % max(1, len(launches))
+    for one in launches[first:] + launches[:first]:
+        start(one.kernel, one.grid, one.arguments, one.constants)
+
+
+def launches_of(
+    domain: OverlapDomain, plan: Plan, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> list[Launch]:
+    """What compile_ahead starts. None across nodes, where launches depend on what has arrived, and none of fp8."""
+    passes = [one for one in _passes(plan, x, w) if one[0].slots]
+    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or plan.amax is not None:
+        return []
+    workspace, here = _Rehearsal(domain), copy.copy(domain)
+    here.workspace, here.engine = workspace, cast(Any, _NoCopies())
+    with torch.no_grad(), _disable_current_modes():  # that of selective checkpointing would count these products
+        for engine, b_kn in passes:
+            added = None if bias is None or engine is not plan.fprop else torch.empty_like(bias, device="meta")
+            _rehearse(here, plan, engine, plan.spec.global_rows(x, domain.world_size), b_kn, added)
+            workspace.use.clear()
+    return workspace.launches
+
+
+def _passes(plan: Plan, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[EnginePlan, torch.Tensor]]:
+    """Each pass with its b [K, N]."""
+    wants_dx, in_backward = (
+        torch.is_grad_enabled() and x.requires_grad,
+        plan.gather is not None and plan.spec.sends_input,
+    )
+    if not in_backward:
+        yield plan.fprop, w.t()
+    if wants_dx and (plan.gather is None or in_backward):
+        yield plan.dgrad if w.requires_grad else plan.dgrad_alone, w
+    if plan.gather is not None and (wants_dx or not in_backward):
+        yield plan.gather, (w if in_backward else w.t()).t()
+    if plan.wgrad is not None and torch.is_grad_enabled() and w.requires_grad:
+        yield plan.wgrad, w.t()
+
+
+def _rehearse(
+    domain: OverlapDomain, plan: Plan, engine: EnginePlan, rows: int, b_kn: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """One pass over `rows` rows of all ranks, as the operators make it."""
+    kind, ranks, (k, n) = engine.kind, domain.world_size, b_kn.shape
+    mine, b_kn = rows // ranks, torch.empty_strided(b_kn.shape, b_kn.stride(), dtype=b_kn.dtype, device="meta")
+    multiplies = engine not in (plan.wgrad, plan.gather)
+    is_read = engine is not plan.fprop or plan.wgrad is None  # what is received, for a weight gradient
+    if kind.sums_blocks:
+        blocks = engine.start(domain, _TAG, b_kn.new_empty(ranks, mine, k // ranks))
+        if multiplies:
+            blocks.matmul(b_kn, b_kn.new_empty(mine, n))
+        if is_read:
+            blocks.received_view()
+    elif kind.gathers:
+        gather = engine.start(domain, _TAG, b_kn.new_empty(mine, k))
+        if multiplies:
+            gather.matmul(b_kn, bias)
+        if engine in (plan.dgrad, plan.wgrad):
+            gather.keep_own(plan.dgrad)
+        if is_read:
+            gather.gathered_view()
+    elif kind.reduces:
+        engine.start(domain, _TAG, b_kn.new_empty(rows, k), b_kn, bias).finish()
+    else:
+        engine.start(domain, _TAG, b_kn.new_empty(mine, k), b_kn).received()

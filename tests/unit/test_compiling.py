@@ -1,0 +1,226 @@
+"""Kernels that are compiled ahead are those that calls launch, and each is compiled by one rank of a node. Without a GPU."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from overlap_train.config import OverlapConfig
+from overlap_train.gpu import compiling as under_test
+from overlap_train.gpu.launch import LaunchCache
+from overlap_train.group.domain import OneNode, OverlapDomain
+from overlap_train.group.signals import FaultRecord
+from overlap_train.group.slots import Layout
+from overlap_train.group.waits import BoundedWaits
+from overlap_train.group.workspace import Workspace
+from overlap_train.linear import column_backward, column_forward, row_backward, row_forward
+from overlap_train.ops.gemm_ar import all_reduced
+from overlap_train.ops.plan import Plan, make_plan
+from overlap_train.ops.planned import PlannedOp
+from overlap_train.ops.rehearsal import _NoCopies, compile_ahead, launches_of
+from overlap_train.ops.spec import (
+    ALL_GATHER_LINEAR,
+    ALL_TO_ALL_LINEAR,
+    LINEAR_ALL_REDUCE,
+    LINEAR_ALL_TO_ALL,
+    LINEAR_DGRAD_ALL_REDUCE,
+    LINEAR_REDUCE_SCATTER,
+)
+from overlap_train.schedule.order import Topology
+from overlap_train.select.table import UNTUNED
+
+ROWS, K, N = 512, 256, 128  # of x [M, K] and w [N, K] as a rank has them
+
+
+class Engine(_NoCopies):
+    def begin(self) -> None: ...
+
+    join = begin
+
+
+class Domain(OverlapDomain):
+    """Rank 1 of two of a node of H200s, with slots in host memory."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size, self.device, self.on_gpu = 1, 2, torch.device("cuda", 0), True
+        self.config, self.layout = OverlapConfig(), Layout(2, 1 << 20, 1 << 22)
+        self.fault = FaultRecord(torch.device("cpu"), 1, 1.0)
+        self.nodes: Any = SimpleNamespace(topology=Topology(1, 2, 1))
+        self.engine, self.launcher, self.in_use = Engine(), object(), threading.RLock()  # type: ignore[assignment]
+        self.closed = self.graphed = self.captured = False
+        self.agreement: Any = SimpleNamespace(peers=SimpleNamespace(takes_back=False))
+        self.span = OneNode(self)
+        waits = BoundedWaits(1, 2, self.config.timeout_s, self.fault, self.launcher)
+        memory = [torch.zeros(self.layout.nbytes + 512, dtype=torch.uint8) for _ in range(2)]
+        self.heap: Any = SimpleNamespace(view=lambda peer: memory[peer][-memory[peer].data_ptr() % 512 :])
+        self.workspace = Workspace(self.heap, self.layout, torch.device("cpu"), waits)
+
+
+def _run(op: PlannedOp, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Forward and backward, as the autograd functions make them."""
+    dw: Any = SimpleNamespace(add=lambda dy, x: None)
+    spec, domain = op.plan.spec, op.domain
+    if spec == ALL_GATHER_LINEAR:
+        y, kept = column_forward(op, x, w, bias)
+        column_backward(op, y, kept, w, dw, True)
+    elif spec == LINEAR_REDUCE_SCATTER:
+        row_backward(op, row_forward(op, x, w, bias), lambda: x, w, dw, True)
+    elif spec == LINEAR_ALL_REDUCE:
+        all_reduced(op, x, w.t())
+    elif spec == LINEAR_DGRAD_ALL_REDUCE:
+        all_reduced(op, x.new_zeros(ROWS, N), w)
+    else:  # Ulysses, without its passes around
+
+        def blocks(part: torch.Tensor) -> torch.Tensor:
+            return part.unflatten(0, (2, -1))
+
+        receives = spec == ALL_TO_ALL_LINEAR
+        gathers, scatters = (op.plan.fprop, op.plan.dgrad) if receives else (op.plan.dgrad, op.plan.fprop)
+        sent, a, b_in, b_out = (
+            (x, x.new_zeros(ROWS // 2, N), w.t(), w) if receives else (x.new_zeros(2 * ROWS, N // 2), x, w, w.t())
+        )
+        with op.forward:
+            received = gathers.start(domain, op.tags.fprop, blocks(sent))
+            received.matmul(b_in, sent.new_zeros(len(sent) // 2, b_in.shape[1]))
+            received.received_view()
+        with op.backward[True, False]:
+            scatters.start(domain, op.tags.dgrad, a, b_out).received()
+
+
+def _plan(domain: Domain, spec: Any, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor) -> Plan:
+    """That of operands like x and w on the GPU."""
+    x_there: Any = SimpleNamespace(
+        shape=x.shape, dtype=x.dtype, device=domain.device, element_size=x.element_size, requires_grad=x.requires_grad
+    )
+    return make_plan(spec, config, UNTUNED, domain.topology, x_there, w)
+
+
+def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool) -> tuple[int, int, int]:
+    """(kernels that were started ahead, launches of a forward and backward pass, kernels that these have compiled)."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    started: list[str] = []
+    launches: list[Any] = []
+
+    def compile_once(key: str, compile_fn: Any) -> SimpleNamespace:
+        started.append(key)
+        return SimpleNamespace()
+
+    def run(cache: LaunchCache, key: Any, values: tuple[int, ...], describe: Any, *told: Any) -> None:
+        one = describe(*told)
+        launches.append(under_test.compiled(one.kernel, one.grid, one.arguments, one.constants))
+
+    card, device = (
+        SimpleNamespace(name="NVIDIA H200", multi_processor_count=132),
+        hash((spec.name, method, gathered_input, has_bias)),
+    )
+    target = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_stream=lambda device: 0,
+        get_current_device=lambda: device,  # of this case: Triton has compiled nothing for it
+    )  # fmt: skip
+    under_test._mode.cache_clear()
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=card),
+        mock.patch.object(under_test, "_compile_once", compile_once),
+        mock.patch.object(LaunchCache, "run", run),
+        mock.patch.object(driver, "_active", target),
+        mock.patch("overlap_train.group.domain._is_capturing", return_value=False),
+    ):
+        domain = Domain()
+        x = torch.zeros(ROWS, K // 2 if spec == ALL_TO_ALL_LINEAR else K, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.zeros(N, K, dtype=torch.bfloat16, requires_grad=True)
+        bias = torch.zeros(N, dtype=torch.bfloat16) if has_bias else None
+        plan = _plan(domain, spec, OverlapConfig(method=method, gathered_input=gathered_input), x, w)
+        compile_ahead(domain, plan, x, w, bias)
+        under_test._mode().executor.shutdown()
+        ahead = len(started)
+        under_test._mode().executor = ThreadPoolExecutor(1)
+        with torch.no_grad():
+            _run(PlannedOp(domain, plan, "linear", (), True), x.detach(), w.detach(), bias)
+    return ahead, len(launches), len(started) - ahead
+
+
+LINEARS = (ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE)
+METHODS = ("fused", "direct", "low_latency", "chunked")
+CASES = [(spec, method, "regather", False) for spec in LINEARS for method in METHODS]
+CASES += [(spec, method, "regather", True) for spec in LINEARS[:2] for method in METHODS]
+CASES += [
+    (spec, method, "regather", False)
+    for spec in (ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL)
+    for method in ("fused", "direct")
+]
+CASES += [(ALL_GATHER_LINEAR, method, "keep", False) for method in ("fused", "direct")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "method", "gathered_input", "has_bias"), CASES, ids=lambda value: getattr(value, "name", value)
+)
+def test_what_was_compiled_ahead_is_what_calls_launch(
+    compiling: ProcessPoolExecutor, spec: Any, method: str, gathered_input: str, has_bias: bool
+) -> None:
+    ahead, launches, compiled = compiling.submit(_compiled, spec, method, gathered_input, has_bias).result(timeout=120)
+    assert ahead and launches and not compiled
+
+
+@pytest.mark.usefixtures("hopper_gpu")
+def test_nothing_is_compiled_for_what_is_not_sent() -> None:
+    """A column linear with a frozen input: there is no symmetric memory, either."""
+    domain, x, w = Domain(), torch.zeros(ROWS, K, dtype=torch.bfloat16), torch.zeros(N, K, dtype=torch.bfloat16)
+    domain.layout = Layout(2, 0)
+    plan = _plan(domain, LINEAR_DGRAD_ALL_REDUCE, OverlapConfig(method="fused"), x, w.requires_grad_())
+    assert not launches_of(domain, plan, x, w, None)
+
+
+def _together(key_of: Any, count: int = 3) -> int:
+    """How many of `count` threads were at most in a compilation at once. key_of: by the number of the thread."""
+    inside, most, guard = 0, 0, threading.Lock()
+
+    def compile_fn() -> None:
+        nonlocal inside, most
+        with guard:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.1)
+        with guard:
+            inside -= 1
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda number: under_test._compile_once(key_of(number), compile_fn), range(count)))
+    return most
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_kernel_is_compiled_by_one_at_a_time_and_others_beside_it() -> None:
+    assert _together(lambda number: "kernel") == 1
+    assert _together(str) == 3
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    "refusal", [OSError(errno.ENOLCK, "no locks"), BlockingIOError("held by a rank that was stopped")]
+)
+def test_without_a_lock_each_compiles_alone(refusal: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=refusal))
+    monkeypatch.setattr(under_test, "_PATIENCE_S", 0.05)
+    assert _together(lambda number: "kernel") == 3
