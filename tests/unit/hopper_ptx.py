@@ -128,7 +128,9 @@ def compiled_kernel(
     }  # in one order: it is in the hash
     whole = ("n", "k")  # m_shard is not specialised: rows are any number
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.endswith("_ptr") or name in whole
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in constants and (name.endswith("_ptr") or name in whole)
     }
     source = GluonASTSource(kernel, signature, values, aligned)
     with _without_assembler():
