@@ -108,8 +108,8 @@ class _LinearDgradAllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, w_shard_n = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        linear, (wants_dx, _, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient.of_backward(ctx)
         dy_rows, dx = as_rows(dy_shard_n), None
 
         def multiply() -> None:
@@ -140,8 +140,8 @@ class _LinearAllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_shard_k, w_shard_k = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        linear, (wants_dx, _, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient.of_backward(ctx)
         dy_rows = as_rows(dy)
         with profiled(linear.tags.ranges[1]):
             dx_shard_k = torch.mm(dy_rows, w_shard_k) if wants_dx else None

@@ -142,7 +142,7 @@ def _backward(
     """(dx, dw, dbias, None) by the backward pass `of_rows`."""
     *saved, w = ctx.saved_tensors
     linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-    dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+    dw = WeightGradient.of_backward(ctx)
     rows, dx = as_rows(dy), None
     if wants_dx or wants_dw:
         dx = of_rows(linear, rows, saved, w, dw, wants_dx)

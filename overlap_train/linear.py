@@ -101,7 +101,7 @@ def column_backward(
             if gather is not None:
                 gather.keep_own(dgrad)
         if dw is not None:
-            gathered = x if gather is None else gather.gathered_view()
+            gathered = x if gather is None else gather.gathered(dw.is_delayed)
             assert gathered is not None
             if is_profiling() or (scatter is not None and plan.dgrad.sm_margin):
                 with profiled(tags.ranges[2]), domain.span.products_beside(None if scatter is None else plan.dgrad):
@@ -139,7 +139,7 @@ def row_backward(
                 gather.keep_own(plan.dgrad)
         if dw is not None:
             with profiled(tags.ranges[2]):
-                dw.add(gather.gathered_view(), x())
+                dw.add(gather.gathered(dw.is_delayed), x())
     return dx_shard_k
 
 
@@ -268,8 +268,8 @@ class _AllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, w_shard_n = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        linear, (wants_dx, _, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
+        dw = WeightGradient.of_backward(ctx)
         x = saved if saved is None or saved.dim() == 2 else as_rows(saved)
         dy_rows = as_rows(dy_shard_n)
         dx_shard_m = as_sequence(
@@ -294,7 +294,7 @@ class _LinearReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_shard_k, w_shard_k = ctx.saved_tensors
         linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        dw = WeightGradient.of_backward(ctx)
         dy_rows, dx_shard_k = as_rows(dy_shard_m), None
         if wants_dx or wants_dw:  # else no rank wants the others' rows
             dx_shard_k = row_backward(linear, dy_rows, lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)

@@ -206,6 +206,8 @@ def _feature_reason(linear: ParallelLinear, exchanges: bool) -> str | None:
         return "fp8 or fp4: only TransformerEngine's linears compute in it"
     if getattr(config, "fp8", None) and holder is not linear and (exchanges or not linear.sequence_parallel):
         return "fp8: ours is for sequence parallelism, without an exchange"
+    if exchanges and holder is not linear and getattr(config, "delay_wgrad_compute", False):
+        return "delay_wgrad_compute: the weight gradient of a linear that exchanges cannot wait"
     if getattr(config, "cpu_offloading", False) or getattr(config, "fine_grained_activation_offloading", False):
         return "activations are offloaded to the CPU"
     return None

@@ -270,6 +270,8 @@ def derived(kind: type, *mixins: type) -> type:
 
 def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name: str) -> None:
     linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name, norm=norm_kernels(linear))
+    if hasattr(linear, "wgrad_store"):  # TE's, by which delay_wgrad_compute computes the gradient in backward_dw()
+        linear.weight.wgrad_store = linear.wgrad_store
     if isinstance(linear, OWN):
         # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
         linear.tensor_model_parallel = True
@@ -294,8 +296,6 @@ def te_feature(linear: Any) -> str | None:
         return "quantized by TransformerEngine (te_quant_params)"
     if too_old() is not None and hasattr(linear, "layer_norm_weight"):
         return too_old()
-    if getattr(linear.config, "delay_wgrad_compute", False):
-        return "delay_wgrad_compute: TransformerEngine computes the weight gradient later"
     return None
 
 

@@ -136,8 +136,8 @@ class _NormAllGatherLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor, dh: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         *saved, w_shard_n, operand = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, wants_dbias, *wants_norm) = ctx.linear, ctx.needs_input_grad[:5]
-        dw = WeightGradient(ctx.weight, linear.plan.config.main_grad, ctx=ctx) if wants_dw else None
+        linear, (wants_dx, _, wants_dbias, *wants_norm) = ctx.linear, ctx.needs_input_grad[:5]
+        dw = WeightGradient.of_backward(ctx)
         operand, dy_rows = operand if operand is None else as_rows(operand), as_rows(dy_shard_n)
         dh_shard_m = column_backward(linear, dy_rows, operand, w_shard_n, dw, wants_dx or any(wants_norm))
         dx = dgamma = dbeta = None

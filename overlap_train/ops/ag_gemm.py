@@ -42,6 +42,10 @@ class AllGatherGemm:
         """x [M, K], complete, in memory of its own."""
         return self.gathered_view()
 
+    def gathered(self, stays: bool) -> torch.Tensor:
+        """x [M, K], complete; stays: longer than the operator."""
+        return self.gathered_copy() if stays else self.gathered_view()
+
 
 class CollectiveAllGatherGemm(AllGatherGemm):
     """NCCL or gloo, then one GEMM: nothing overlaps inside the operator."""

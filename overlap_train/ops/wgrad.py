@@ -7,11 +7,15 @@ What an all-to-all has brought comes in blocks: of dy [W, M, N/W] (rows of dw), 
 Megatron's data parallelism keeps gradients in fp32 buffers: each parameter has `main_grad`, and `grad_added_to_main_grad` says
 that backward has put its gradient there already. Where somebody looks at the gradient itself, by a hook on the weight or by
 torch.autograd.grad, it is returned, and the mark taken away: data parallelism then adds what comes out of the hooks.
+
+A weight with a `wgrad_store` has its product delayed: backward puts it there, and the owner of the store calls it later
+(TransformerEngine's WeightGradStore, which Megatron's `backward_dw` empties). dw then goes into main_grad or weight.grad.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +27,59 @@ class WeightGradient:
     """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several. So is that for a
     16-bit main_grad, to be rounded once and not by each part.
 
-    main_grad: as in OverlapConfig. ctx: of the autograd function, whose second input is the weight; None: not known.
+    main_grad: as in OverlapConfig. ctx: of the autograd function, whose second input is the weight; None: not known. store: gets
+    the product, instead of backward; what is added must then stay as it is.
     """
 
-    def __init__(self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None) -> None:
-        self._weight, self._ctx = weight, ctx
+    def __init__(
+        self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None, store: Any = None
+    ) -> None:
+        self._weight, self._ctx, self._store = weight, ctx, store
         self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
         if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, 1)):
             self._target = None
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 
+    @classmethod
+    def of_backward(cls, ctx: Any) -> WeightGradient | None:
+        """That of ctx.weight, by ctx.linear, in its backward; None: it is not wanted."""
+        if not ctx.needs_input_grad[1]:
+            return None
+        store = getattr(ctx.weight, "wgrad_store", None)
+        store = store if store is not None and store.delay_wgrad_compute() else None
+        return cls(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx, store=store)
+
+    @property
+    def is_delayed(self) -> bool:
+        return self._store is not None
+
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
+        if self._store is None:
+            self._add(dy, x)
+        else:
+            self._store.put([dy, x], partial(self._add_late, self._add))
+
+    def add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix) -> None:
+        """Add the product in fp8 of dy_nm [N, M], dy's transpose, and x [M, K]: all that there is."""
+        if self._store is None:
+            self._add_scaled(dy_nm, x)
+        else:
+            self._store.put([dy_nm, x], partial(self._add_late, self._add_scaled))
+
+    @torch.no_grad()  # backward has ended
+    def _add_late(
+        self, add: Callable[[torch.Tensor, Any], None], dy: torch.Tensor, x: torch.Tensor | Fp8Matrix
+    ) -> tuple[torch.Tensor | None, None]:
+        """(weight.grad, no gradient of a bias), which is what the store's owner takes: autograd has the bias's."""
+        add(dy, x)
+        dw, grad = self._in_dtype_of_weight(), self._weight.grad
+        if dw is not None:
+            self._weight.grad = dw if grad is None else grad + dw
+        return self._weight.grad, None
+
+    def _add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         if self._sums_apart and self._dw is None:  # not before: it would run ahead of what is sent first
             self._dw = torch.zeros_like(self._weight, dtype=torch.float32)
         target = self._target if self._dw is None else self._dw
@@ -45,19 +89,18 @@ class WeightGradient:
             for part, dy_part, x_part in _parts(target, dy, x):
                 accumulate(part, dy_part, x_part)
 
-    def add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix) -> None:
-        """Add the product in fp8 of dy_nm [N, M], dy's transpose, and x [M, K]: all that there is."""
+    def _add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix) -> None:
         if self._target is None:
             self._dw = x.multiply(dy_nm)
         else:
             self._target.add_(x._replace(dtype=torch.float32).multiply(dy_nm))
 
     def result(self) -> torch.Tensor | None:
-        """dw for autograd; None, or a placeholder where a hook insists on a gradient, if it went into `weight.main_grad`."""
+        """dw for autograd; None if it is delayed; None, or a placeholder where a hook insists on a gradient, if it goes into
+        `weight.main_grad`."""
         if self._target is None:
             unmark(self._weight, self._ctx, 1)
-            dw, dtype = self._dw, self._weight.dtype
-            return dw if dw is None or dw.dtype is dtype else dw.to(dtype)
+            return self._in_dtype_of_weight()
         if self._dw is not None:
             self._target.add_(self._dw)
         if not hasattr(self._weight, "grad_added_to_main_grad"):
@@ -65,6 +108,10 @@ class WeightGradient:
         self._weight.grad_added_to_main_grad = True
         placeholder = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
         return placeholder(self._weight)
+
+    def _in_dtype_of_weight(self) -> torch.Tensor | None:
+        dw, dtype = self._dw, self._weight.dtype
+        return dw if dw is None or dw.dtype is dtype else dw.to(dtype)
 
 
 def is_watched(weight: torch.Tensor) -> bool:

@@ -67,10 +67,30 @@ class Linear(torch.nn.Module):
         self.in_features = in_features // (tp_size if parallel_mode == "row" else 1)
         self.out_features = out_features // (tp_size if parallel_mode == "column" else 1)
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=params_dtype))
+        if parallel_mode is None:  # others are Megatron's to fill, on the CPU
+            torch.nn.init.normal_(self.weight, std=0.02)
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]  # gradient norms count it on every rank
         self.bias = torch.nn.Parameter(torch.zeros(self.out_features)) if bias else torch.Tensor()
         if bias and parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel
+        self.wgrad_store = WeightGradStore(rest.get("delay_wgrad_compute", False))
+        self.of_data_parallelism: list[Any] = []
+        if self.wgrad_store.is_enabled:
+            self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+            if bias:
+                self.bias.skip_backward_post_hook = True
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
+        self.of_data_parallelism.append(hook)
+
+    def backward_dw(self) -> None:
+        (dw, dbias), _ = self.wgrad_store.pop()
+        if not self.fuse_wgrad_accumulation:
+            self.weight.grad = dw.to(self.weight.dtype)
+        if self.use_bias and self.bias.grad is None:
+            self.bias.grad = dbias.to(self.bias.dtype)
+        for hook in self.of_data_parallelism:
+            hook()
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -82,8 +102,12 @@ class Linear(torch.nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         added = self.bias if self.use_bias and not self.return_bias else None
-        weight = _Fused.apply(self.weight) if self.fuse_wgrad_accumulation else self.weight
-        if self.parallel_mode == "column":
+        weight: Any = self.weight
+        if self.fuse_wgrad_accumulation or self.wgrad_store.is_enabled:
+            weight = _WeightGradient.apply(weight, self.fuse_wgrad_accumulation, self.wgrad_store)
+        if self.parallel_mode is None:  # an expert's, or the same on every rank
+            y = F.linear(x, weight, added)
+        elif self.parallel_mode == "column":
             y = F.linear(mappings.gather_from_sequence_parallel_region(x), weight, added)
         else:
             y = mappings.reduce_scatter_to_sequence_parallel_region(F.linear(x, weight))
@@ -91,21 +115,48 @@ class Linear(torch.nn.Module):
         return (y, self.bias) if self.return_bias else y
 
 
-class _Fused(torch.autograd.Function):
-    """A weight whose gradient is added into main_grad, as TE's backward does with fuse_wgrad_accumulation."""
+class WeightGradStore:
+    """Products for backward_dw(), in the order of their backward passes."""
+
+    def __init__(self, is_enabled: bool) -> None:
+        self.is_enabled, self._waiting = is_enabled, []  # type: ignore[var-annotated]
+
+    def delay_wgrad_compute(self) -> bool:
+        return self.is_enabled
+
+    def put(self, tensors: list[Any], function: Any) -> None:
+        self._waiting.append((tensors, function))
+
+    def pop(self) -> Any:
+        tensors, function = self._waiting.pop(0)
+        return function(*tensors), tensors
+
+
+class _WeightGradient(torch.autograd.Function):
+    """A weight whose gradient TE's backward adds into main_grad (fuses), or leaves to the store, or both."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, weight: torch.Tensor, fuses: bool, store: WeightGradStore) -> torch.Tensor:
+        ctx.weight, ctx.fuses, ctx.store = weight, fuses, store
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor | None:
-        ctx.weight.main_grad.add_(grad)
-        if not hasattr(ctx.weight, "grad_added_to_main_grad"):
-            return None
-        ctx.weight.grad_added_to_main_grad = True
-        return torch.full_like(grad, torch.nan)  # nobody may read it
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        weight, fuses = ctx.weight, ctx.fuses
+
+        def add(grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            if fuses:
+                weight.main_grad.add_(grad)
+            return grad, None
+
+        if ctx.store.is_enabled:
+            ctx.store.put([grad], add)
+        else:
+            add(grad)
+        if not (fuses and hasattr(weight, "grad_added_to_main_grad")):
+            return None, None, None
+        weight.grad_added_to_main_grad = True
+        return torch.full_like(grad, torch.nan), None, None  # nobody may read it
 
 
 class LayerNormLinear(Linear):
@@ -146,7 +197,10 @@ class _NormKernels(ModuleType):
     """transformer_engine_torch, as far as norms are called in it: as torch's norms, to the bit."""
 
     calls = 0  # of forward passes
-    eps = 0.0
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.eps: dict[int, float] = {}  # by where forward's scales are
 
     def rmsnorm_fwd(self, x: Any, gamma: Any, *how: Any) -> tuple[Any, None, Any]:
         h, _, scale = self.layernorm_fwd(x, gamma, None, *how)
@@ -156,9 +210,11 @@ class _NormKernels(ModuleType):
         self, x: Any, gamma: Any, beta: Any, eps: float, out: None, quantizer: None, dtype: str, margin: int, zero_centered: bool
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         assert x.dim() == 2 and x.is_contiguous() and dtype == str(x.dtype) and out is quantizer is None and margin == 0
-        self.calls, self.eps = self.calls + 1, eps
+        self.calls += 1
         mean = torch.zeros(len(x)) if beta is None else x.mean(-1)
-        return _normalised(x, gamma, beta, eps, zero_centered), mean, self._scale(x, mean)
+        scale = _scale(x, mean, eps)
+        self.eps[scale.data_ptr()] = eps
+        return _normalised(x, gamma, beta, eps, zero_centered), mean, scale
 
     def rmsnorm_bwd(self, dh: Any, x: Any, scale: Any, gamma: Any, margin: int, zero_centered: bool) -> Any:
         return self._gradients(dh, x, torch.zeros(len(x)), scale, gamma, None, zero_centered)
@@ -168,15 +224,17 @@ class _NormKernels(ModuleType):
     ) -> Any:
         return self._gradients(dh, x, mean, scale, gamma, torch.zeros_like(gamma), zero_centered)
 
-    def _scale(self, x: Any, mean: Any) -> Any:
-        return ((x - mean[:, None]).square().mean(-1) + self.eps).rsqrt()
-
     def _gradients(self, dh: Any, x: Any, mean: Any, scale: Any, gamma: Any, beta: Any, zero_centered: bool) -> Any:
-        assert torch.equal(scale, self._scale(x, mean)), "not what forward gave"
+        eps = self.eps[scale.data_ptr()]
+        assert torch.equal(scale, _scale(x, mean, eps)), "not what forward gave"
         with torch.enable_grad():
             inputs = [tensor.detach().requires_grad_() for tensor in (x, gamma, beta) if tensor is not None]
-            h = _normalised(*inputs, *[None] * (beta is None), self.eps, zero_centered)
+            h = _normalised(*inputs, *[None] * (beta is None), eps, zero_centered)
             return list(torch.autograd.grad(h, inputs, dh))
+
+
+def _scale(x: torch.Tensor, mean: torch.Tensor, eps: float) -> torch.Tensor:
+    return ((x - mean[:, None]).square().mean(-1) + eps).rsqrt()
 
 
 def _norm_parameter(size: int, zero: bool, sequence_parallel: bool) -> torch.nn.Parameter:
@@ -292,7 +350,7 @@ def install() -> None:
     module.base = base  # type: ignore[attr-defined]
     _userbuffers(base)
     fp8.FP8GlobalStateManager = MagicMock()  # type: ignore[attr-defined]  # one, which says whether a layer is in fp8
-    package.__version__, package.pytorch, torch_part.fp8 = "2.0.0", torch_part, fp8  # type: ignore[attr-defined]
+    package.__version__, package.pytorch, torch_part.fp8 = "2.3.0", torch_part, fp8  # type: ignore[attr-defined]
     for part, name in ((tensors, "Float8Tensor"), (in_float8, "Float8Tensor"), (quantized, "QuantizedTensor")):
         setattr(part, name, type(name, (torch.Tensor,), {}))  # type: ignore[attr-defined]
     for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):

@@ -1,0 +1,174 @@
+"""Models with experts, of Megatron's TransformerEngine spec, checked on each rank of test_experts.py, where TE is there already.
+
+Two layers of a few numbers, TP 2 x EP 2; the rest is as in Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: which linears there are,
+and what is normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import set_streams
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from overlap_train import OverlapConfig
+from overlap_train.integrations.megatron import SDPACoreAttention, provide_accumulation_fusion, report
+from tests.megatron import layout
+from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, batches, optimizer_of, quietly_enable
+from tests.megatron.test_latent_attention import Core
+
+EXPERTS = dict(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16,
+    moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", pipeline_dtype=torch.float32, bf16=True,
+    tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2, expert_tensor_parallel_size=1,
+    use_cpu_initialization=True,
+)  # fmt: skip
+MIXTRAL = dict(LLAMA)
+QWEN3 = dict(**LLAMA, qk_layernorm=True, kv_channels=16)
+DEEPSEEK = dict(
+    LLAMA, num_query_groups=4, multi_latent_attention=True, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=8,
+    v_head_dim=8, rope_type="rope", qk_layernorm=True, ffn_hidden_size=64, moe_layer_freq=[0, 1],
+    moe_shared_expert_intermediate_size=16,
+)  # fmt: skip
+IN_TURN: dict[str, Any] = {}
+TOGETHER = dict(overlap_moe_expert_parallel_comm=True)  # two micro-batches in one schedule
+DELAYED = dict(**TOGETHER, delay_wgrad_compute=True)
+
+
+class _Nothing:
+    """A stream or an event where all work is complete."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: _Nothing()
+
+
+@contextmanager
+def streams_on_cpu() -> Iterator[None]:
+    """Let Megatron's dispatcher and its schedule of two micro-batches, which ask for CUDA's streams, run on the CPU."""
+    cuda = dict(Stream=_Nothing, Event=_Nothing, current_stream=_Nothing, stream=lambda stream: nullcontext())
+    with ExitStack() as stack:
+        for changes in (
+            patch.multiple(torch.cuda, **cuda),
+            patch.multiple(torch.cuda.nvtx, range_push=_Nothing, range_pop=_Nothing),
+            patch.object(torch.Tensor, "record_stream", lambda *_: None),
+            patch.object(moe_utils, "te_general_gemm", None, create=True),  # not in the stand-in
+            patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_cpu),
+        ):
+            stack.enter_context(changes)
+        set_streams(_Nothing(), _Nothing())
+        yield
+
+
+def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def model_of(architecture: dict[str, Any], schedule: dict[str, Any], fuses: bool, overlap: OverlapConfig | None) -> Any:
+    """The same weights at every call."""
+    layout.prepare()
+    layout.use(2, expert_parallel=2)
+    kind = MLATransformerConfig if "q_lora_rank" in architecture else TransformerConfig
+    config = kind(**{**EXPERTS, **architecture, **schedule, "gradient_accumulation_fusion": fuses})
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    for layer in spec.layer_specs:
+        parts = layer.submodules.self_attention.submodules
+        parts.core_attention = Core if config.multi_latent_attention else SDPACoreAttention
+        if (
+            architecture is QWEN3
+        ):  # the spec of a TransformerEngine as old as the stand-in's version has Apex' norms there
+            parts.q_layernorm = parts.k_layernorm = TENorm
+    model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    if overlap is not None:
+        quietly_enable(model, overlap)
+    return model
+
+
+def train(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(losses of the micro-batches of two steps, gradients of the last step)."""
+    config = model.config
+    config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, delay_wgrad_compute=config.delay_wgrad_compute, use_distributed_optimizer=False
+    )
+    wrapped, data, losses = DistributedDataParallel(config, settings, model), batches(), []
+    optimizer = optimizer_of(wrapped)
+
+    def step(data: Iterator[torch.Tensor], chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        text = next(data)
+        call = model.build_schedule_plan if return_schedule_plan else chunk
+        positions = torch.arange(SEQUENCE).expand(len(text), -1)
+        result = call(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+        return result, lambda y: (y.float().mean(), {"loss": y.detach().mean()})
+
+    for _ in range(2):
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        results = get_forward_backward_func()(
+            forward_step_func=step, data_iterator=data, model=[wrapped], num_microbatches=3, seq_length=SEQUENCE,
+            micro_batch_size=2, forward_only=False,
+        )  # fmt: skip
+        losses += [float(result["loss"]) for result in results]
+        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+    return losses, gradients
+
+
+def _assert_trains_alike(architecture: dict[str, Any]) -> None:
+    """By each schedule of Megatron, with its fusion of gradients and without: the same losses and gradients as without overlap,
+    and all linears overlap that send something."""
+    provide_accumulation_fusion()  # the output layer is Megatron's own
+    losses, gradients = train(model_of(architecture, IN_TURN, False, None))
+    for schedule, fuses in product((IN_TURN, TOGETHER, DELAYED), (False, True)):
+        model = model_of(architecture, schedule, fuses, OverlapConfig())
+        found, of_ours = train(model)
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        for name, expected in gradients.items():
+            torch.testing.assert_close(
+                of_ours[name], expected, rtol=1e-4, atol=1e-6, msg=f"{name}, {schedule}, {fuses}"
+            )
+        sends = [row for row in report(model).linears if not row.reason.startswith(("expert:", "the same weight"))]
+        assert {row.calls for row in sends} == {"overlapped 6"}, report(model)
+        assert len(sends) == (11 if architecture is DEEPSEEK else 5), report(model)
+
+
+def mixtral_trains_by_all_schedules() -> None:
+    with streams_on_cpu():
+        _assert_trains_alike(MIXTRAL)
+
+
+def qwen3_trains_by_all_schedules() -> None:
+    with streams_on_cpu():
+        _assert_trains_alike(QWEN3)
+
+
+def deepseek_trains_by_all_schedules() -> None:
+    with streams_on_cpu():
+        _assert_trains_alike(DEEPSEEK)
+
+
+def shared_experts_that_hide_the_exchange_of_others_stay_megatrons() -> None:
+    """Their linears do not send: Megatron gathers and scatters for them, beside the exchange."""
+    with streams_on_cpu(), patch.object(SharedExpertMLP, "stream", None):
+        schedule = dict(moe_shared_expert_overlap=True)
+        expected = train(model_of(DEEPSEEK, schedule, False, None))
+        model = model_of(DEEPSEEK, schedule, False, OverlapConfig())
+        found = train(model)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
+        shared = [row for row in report(model).linears if "shared_experts" in row.name]
+        assert len(shared) == 2 and {row.method for row in shared} == {"megatron"}
