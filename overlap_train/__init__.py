@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .config import OverlapConfig
     from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
+    from .ops.quantize import Fp8Copies
     from .ranks.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
     from .select.choose import Choice, choose
     from .select.method import Pass
@@ -29,6 +30,7 @@ _MODULES = {
     "config": ("OverlapConfig",),
     "all_reduce": ("linear_all_reduce", "linear_dgrad_all_reduce"),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
+    "ops.quantize": ("Fp8Copies",),
     "select.choose": ("Choice", "choose"),
     "select.method": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
@@ -53,6 +55,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "AttentionHeads",
     "Choice",
+    "Fp8Copies",
     "OverlapConfig",
     "OverlapMismatchError",
     "OverlapPeerError",

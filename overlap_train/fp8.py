@@ -20,26 +20,50 @@ from .group.domain import profiled
 from .linear import applied, as_rows, as_sequence, once_differentiable
 from .ops.planned import PlannedOp
 from .ops.product import Fp8Matrix
-from .ops.quantize import FORWARD, GRADIENT, largest, quantized, transposed
+from .ops.quantize import FORWARD, GRADIENT, Fp8Copies, Quantized, largest, quantized, transposed
 from .ops.wgrad import WeightGradient
 
 
+def _copies(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
+    """What calls keep of a weight. Replays of a CUDA graph would never see the next one."""
+    return None if linear.domain.is_capturing() else getattr(w, "fp8_copies", None)
+
+
+def forward_weight(linear: PlannedOp, w: torch.Tensor, wants_dx: bool) -> tuple[Quantized, torch.Tensor | None]:
+    """(w by rows, its largest elements for backward). None: backward finds columns among the copies."""
+    copies = _copies(linear, w)
+    if copies is None:
+        w_amax = largest(linear.domain, w)
+        return quantized(linear.domain, w, w_amax, FORWARD), w_amax
+    if linear.turn is not None:  # methods are compared by calls that do the same
+        copies.clear()
+    return copies.of(linear.domain, w, wants_dx), None
+
+
+def backward_weight(linear: PlannedOp, w: torch.Tensor, w_amax: torch.Tensor | None) -> Quantized:
+    """w by columns. w_amax: by forward_weight."""
+    copies = _copies(linear, w) if w_amax is None else None
+    if copies is not None:
+        return copies.of(linear.domain, w, columns=True)
+    w_amax = largest(linear.domain, w) if w_amax is None else w_amax
+    return quantized(linear.domain, w, w_amax, FORWARD, rows=False, columns=True)
+
+
 def column_forward(
-    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """(y_shard_n [M, N/W], what backward wants: x8 [M, K] if it is kept, else the shard; its inverse; the largest of w)."""
     domain, plan, tags = linear.domain, linear.plan, linear.tags
-    w_amax = largest(domain, w_shard_n)
     with linear.forward:
         x8 = quantized(domain, x_shard_m, linear.of_all_ranks(largest(domain, x_shard_m)), FORWARD)
         gather = plan.fprop.start(domain, tags.fprop, x8.rows)
-        w8 = quantized(domain, w_shard_n, w_amax, FORWARD)  # under the gather
+        w8, w_amax = forward_weight(linear, w_shard_n, wants_dx)  # under the gather
         y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True), bias)
         return y_shard_n, (gather.gathered_copy() if linear.keeps else x8.rows, x8.inverse, w_amax)
 
 
 def column_backward(
-    linear: PlannedOp, dy_shard_n: torch.Tensor, saved: tuple[torch.Tensor, ...], w_shard_n: torch.Tensor,
+    linear: PlannedOp, dy_shard_n: torch.Tensor, saved: tuple[Any, ...], w_shard_n: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_m [M/W, K], or None. saved: by column_forward. dw: gets the weight gradient; None: it is not wanted."""
@@ -51,7 +75,7 @@ def column_backward(
         dy8 = quantized(domain, dy_shard_n, largest(domain, dy_shard_n), GRADIENT, wants_dx, dw is not None)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
-            w8 = quantized(domain, w_shard_n, w_amax, FORWARD, rows=False, columns=True)
+            w8 = backward_weight(linear, w_shard_n, w_amax)
             scatter = dgrad.start(
                 domain, tags.dgrad, dy8.rows, Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype)
             )
@@ -67,21 +91,21 @@ def column_backward(
 
 
 def row_forward(
-    linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, trains: bool
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None,
+    wants_dx: bool, trains: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
     """(y_shard_m [M/W, N], what backward wants: x8 [K/W, M], if the weight `trains`; its inverse; the largest of w)."""
     domain, plan = linear.domain, linear.plan
-    w_amax = largest(domain, w_shard_k)
     with linear.forward:
         x8 = quantized(domain, x_shard_k, largest(domain, x_shard_k), FORWARD, columns=trains)
-        w8 = quantized(domain, w_shard_k, w_amax, FORWARD)
+        w8, w_amax = forward_weight(linear, w_shard_k, wants_dx)
         right = Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True)
         y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x8.rows, right, bias).finish()
         return y_shard_m, (x8.columns, x8.inverse, w_amax)
 
 
 def row_backward(
-    linear: PlannedOp, dy_shard_m: torch.Tensor, saved: tuple[torch.Tensor, ...], w_shard_k: torch.Tensor,
+    linear: PlannedOp, dy_shard_m: torch.Tensor, saved: tuple[Any, ...], w_shard_k: torch.Tensor,
     dw: WeightGradient | None, wants_dx: bool,
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_k [M, K/W], or None. saved: by row_forward. dw: gets the weight gradient; None: it is not wanted."""
@@ -90,7 +114,7 @@ def row_backward(
         dy8 = quantized(domain, dy_shard_m, linear.of_all_ranks(largest(domain, dy_shard_m)), GRADIENT)
         gather = plan.dgrad.start(domain, tags.dgrad, dy8.rows)
         if wants_dx:
-            w8 = quantized(domain, w_shard_k, w_amax, FORWARD, rows=False, columns=True)
+            w8 = backward_weight(linear, w_shard_k, w_amax)
             dx_shard_k = gather.matmul(Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype))
             if dw is not None:
                 gather.keep_own(plan.dgrad)
@@ -108,7 +132,7 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
         bias = bias if bias is None else bias.contiguous()
-        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias)
+        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias, ctx.needs_input_grad[0])
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in linear.py
         ctx.save_for_backward(*saved, w_shard_n)
         return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
@@ -125,7 +149,7 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
         bias = bias if bias is None else bias.contiguous()
-        y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias, ctx.needs_input_grad[1])
+        y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias, *ctx.needs_input_grad[:2])
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
         ctx.save_for_backward(*saved, w_shard_k)
         return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
@@ -141,6 +165,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """(dx, dw, dbias, None) by the backward pass `of_rows`."""
     *saved, w = ctx.saved_tensors
+    w = ctx.weight if saved[2] is None else w  # hooks on saved tensors give back another object, without copies
     linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
     dw = WeightGradient.of_backward(ctx)
     rows, dx = as_rows(dy), None

@@ -171,7 +171,8 @@ def all_gather_linear(
 
     Returns:
         y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32, and rounded once the bias is
-        added. Where `w_shard_n.main_grad` exists, backward adds dw into it (config.main_grad).
+        added. Where `w_shard_n.main_grad` exists, backward adds dw into it (config.main_grad). Where `w_shard_n.fp8_copies` is
+        an `Fp8Copies`, calls in fp8 take the weight in fp8 from there.
 
     Raises:
         ValueError: shapes, dtypes, devices or group do not fit; on every rank of the group.

@@ -48,6 +48,7 @@ from overlap_train.integrations.megatron.te_norm import (
     normed,
     too_old,
 )
+from overlap_train.integrations.megatron.weight_copies import renew_copies
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
 
@@ -87,6 +88,8 @@ class LinearOverlap:
     # Over TP, of the last call that could exchange: why its exchange was a collective; or how many parts hid each other's.
     apart: str | None = None
     parts: int | None = None
+    # A step has begun in an overlapped call, and TransformerEngine's own copies of the weight are of an earlier one.
+    te_is_behind: bool = False
 
     def __post_init__(self) -> None:
         # By whether the weight gradient goes into main_grad, and whether the product is in fp8.
@@ -118,7 +121,9 @@ class LinearOverlap:
         gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
         asks = self.config.fp8 != "off" or getattr(linear.config, "fp8", None)
-        return self._settings[adds, bool(asks) and not_in_fp8(linear) is None]
+        in_fp8 = bool(asks) and not_in_fp8(linear) is None
+        renew_copies(linear, weight, in_fp8)
+        return self._settings[adds, in_fp8]
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
         """Return y, and let `on_gradient` be called when the gradient of y arrives."""
@@ -158,6 +163,7 @@ class MegatronFallback:
     overlap: Any
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        renew_copies(self, weight)
         call = fused_alike(self, weight, kwargs)
         y = super()._forward_impl(input, through_main_grad(self, weight), *args, **call)  # type: ignore[misc]
         return self.overlap.watched(y)
@@ -205,6 +211,9 @@ class TEFallback:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """TE's forward notes for its backward whether to fuse (main_grad.py: is_fused)."""
+        renew_copies(self, self.weight)
+        if self.overlap.te_is_behind:
+            self.is_first_microbatch, self.overlap.te_is_behind = True, False
         fuses, self.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation, is_fused(self, self.weight)
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -238,6 +247,8 @@ class _OverlappedTE:
         else:
             y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **told)
             y = self.overlap.watched(y)
+        if self.is_first_microbatch:  # as TE's forward does
+            self.is_first_microbatch, self.overlap.te_is_behind = False, True
         if not wants_h:
             return y, returned
         if attribute(self, "return_layernorm_output_gathered", False) and self.sequence_parallel:

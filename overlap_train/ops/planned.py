@@ -70,7 +70,7 @@ class PlannedOp:
         turn: Turn | None = None,
     ) -> None:  # fmt: skip
         self.domain, self.plan, self.keeps = domain, plan, plan.wgrad is None and trains
-        self._name, self._turn = name, turn
+        self._name, self.turn = name, turn
         # Methods are not in the tags: ranks have agreed on these already.
         what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
         passes = ("fprop", "dgrad", "wgrad") if plan.gather is None else ("fprop", "dgrad", "gather", "wgrad")
@@ -97,9 +97,9 @@ class PlannedOp:
 
     def timed(self, scope: Scope, tag: Tag) -> Scope:
         """The scope of a pass, timed in an autotune run. tag: of the pass."""
-        if self._turn is None:
+        if self.turn is None:
             return scope
-        run, method, work = self._turn
+        run, method, work = self.turn
         kind = run.fprop.kind if tag is self.tags.fprop else run.fprop.dgrad.kind
         return TimedScope(scope, run, self._name, kind, method, work)
 

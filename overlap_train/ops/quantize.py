@@ -7,7 +7,7 @@ Source: TransformerEngine's current scaling, whose formulas these are, but for i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,36 @@ class Quantized(NamedTuple):
     rows: torch.Tensor | None
     columns: torch.Tensor | None
     inverse: torch.Tensor
+
+
+class Fp8Copies:
+    """What operators in fp8 make of a weight, kept for their next calls: `weight.fp8_copies = Fp8Copies()` asks for it.
+
+    Whoever changes the weight calls `clear()` before the next call. A weight with another address, version, shape or device is
+    noticed, but writing through `.data`, as optimizers do, changes none of these. made: None, or w [N, K] by rows for forward
+    and, once a call wants dx, by columns for backward: two bytes an element. CUDA graphs neither take nor keep it.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another weight's, as a copy or from a file: empty
+        return Fp8Copies, ()
+
+    def clear(self) -> None:
+        """Let the next call make anew what it needs."""
+        self.made: Quantized | None = None
+        self._made_of: object = None
+
+    def of(self, domain: OverlapDomain, w: torch.Tensor, columns: bool) -> Quantized:
+        """w [N, K] by rows, and by columns where they are asked for, now or before: both in one read."""
+        of = (w.data_ptr(), 0 if w.is_inference() else w._version, w.shape, w.device)
+        if self.made is None or self._made_of != of:
+            self.made, self._made_of = quantized(domain, w, largest(domain, w), FORWARD, columns=columns), of
+        elif columns and self.made.columns is None:
+            assert self.made.rows is not None
+            self.made = self.made._replace(columns=transposed(domain, self.made.rows))
+        return self.made
 
 
 def largest(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,13 @@ context parallelism with Megatron's own slicing of the batch."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -19,8 +21,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from overlap_train import OverlapConfig, SequenceLayout
+from overlap_train import Fp8Copies, OverlapConfig, SequenceLayout
 from overlap_train.integrations.megatron import enable, gpt_block_spec
+from overlap_train.ops import quantize
 from tests.megatron import layout
 from tests.megatron.linears import model_config
 
@@ -186,6 +189,47 @@ def train(recipe: Recipe, steps: int) -> tuple[list[float], DistributedDataParal
         successful, _, _ = optimizer.step()
         assert successful
     return losses, model
+
+
+def three_steps(
+    recipe: Recipe, model: DistributedDataParallel, evaluations: tuple[tuple[bool, bool], ...],
+    falls_back: Container[int] = (), keeps: bool = True,
+) -> tuple[list[torch.Tensor], list[int]]:  # fmt: skip
+    """Losses, what evaluations give after each step, and the weights at last; how many weights each step made in fp8 to keep
+    them. The weights change through `.data`, as by Megatron's optimizers, but before the last step they come from a checkpoint.
+
+    evaluations: (training mode, with gradients). falls_back: micro-batches in which Megatron's own code runs. keeps: copies.
+    """
+    results, made, bare = [], [0, 0, 0], model.module
+    start, (text, *_), largest = copy.deepcopy(bare.state_dict()), next(batches(7))[None, :, :-1], quantize.largest
+
+    def data() -> Iterator[torch.Tensor]:
+        for number, text in enumerate(batches()):
+            bare.config.cpu_offloading = number in falls_back
+            yield text
+
+    texts, holder = data(), Fp8Copies if keeps else lambda: None
+    with patch("overlap_train.integrations.megatron.weight_copies.Fp8Copies", holder):
+        for step in range(3):
+
+            def counted(*arguments: Any, step: int = step) -> torch.Tensor:
+                made[step] += 1
+                return largest(*arguments)
+
+            model.zero_grad_buffer()
+            with patch.object(quantize, "largest", counted):
+                results.append(torch.tensor(forward_backward(recipe, model, texts)))
+            bare.config.cpu_offloading = False
+            for parameter in model.parameters():
+                parameter.data.sub_(parameter.main_grad)
+            if step == 1:
+                bare.load_state_dict(start)
+            for training, with_gradients in evaluations:
+                model.train(training)
+                with torch.set_grad_enabled(with_gradients):
+                    results.append(model(text, torch.arange(SEQUENCE).expand(BATCH, -1), None).detach().clone())
+            model.train()
+    return [*results, *(parameter.detach() for parameter in bare.parameters())], made
 
 
 def gradients(recipe: Recipe) -> tuple[float, dict[str, torch.Tensor]]:

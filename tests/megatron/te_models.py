@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.mlp import MLP
+from torch.utils.checkpoint import checkpoint
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import SDPACoreAttention, provide_accumulation_fusion, report
@@ -109,6 +111,60 @@ def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engine
         setattr(model.config, name, value)
         with pytest.raises(ValueError, match="hybrid with the recipe tensorwise"):
             quietly_enable(model, OverlapConfig())
+
+
+def a_step_makes_each_weight_in_fp8_once() -> None:
+    """Two layers with four linears. Under TransformerEngine's fp8 by its flag, also recomputed; without its cache in each call.
+    Under ours by DDP's mark, which is there with gradient accumulation fusion only."""
+    TES = dict(fp8="hybrid", fp8_recipe="tensorwise")
+    recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
+
+    def recompute(function: Any, *arguments: Any, **rest: Any) -> Any:
+        return checkpoint(function, *arguments, use_reentrant=True)
+
+    tes = {"transformer_engine.pytorch.distributed": SimpleNamespace(checkpoint=recompute)}
+    for settings, falls_back, made in (
+        (TES, (), [8] * 3),
+        (TES, (4,), [8] * 3),
+        ({**TES, **recomputed}, (), [8] * 3),
+        ({**TES, "disable_parameter_transpose_cache": True}, (), [8 * 4] * 3),
+        ({"gradient_accumulation_fusion": True}, (), [8] * 3),
+        ({"gradient_accumulation_fusion": True, "cuda_graph_impl": "transformer_engine"}, (), [8 * 4] * 3),
+        ({}, (), [8 * 4] * 3),
+    ):
+        found, recipe = [], ulysses.Run(2, microbatches=4)
+        for keeps in (True, False):
+            model = model_of(1, 2, **RMS, **{"attention_dropout": 0.0, "hidden_dropout": 0.0, **settings})
+            model.config.finalize_model_grads_func = finalize_model_grads
+            quietly_enable(model, OverlapConfig(fp8="off" if "fp8" in settings else "tensorwise"))
+            with patch("megatron.core.fp8_utils.get_fp8_recipe"), patch.dict(sys.modules, tes):
+                modes = ((False, True), (False, False))
+                found.append(models.three_steps(recipe, models.wrap(recipe, model), modes, falls_back, keeps))
+        (results, counts), (expected, _) = found
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)), settings
+        assert counts == made, (settings, counts)
+
+
+def transformer_engine_makes_its_own_copies_anew_after_overlapped_calls() -> None:
+    """What it is told in calls that fall back, while Megatron says at the first call of each step that it is the first."""
+    model, told = model_of(1, 2, **RMS), []
+    quietly_enable(model, OverlapConfig())
+    linear, x = model.decoder.layers[0].mlp.linear_fc1, torch.ones(8, 2, 32)
+
+    def forward(linear: Any, x: Any, is_first_microbatch: bool) -> Any:
+        told.append(is_first_microbatch)
+        return own(linear, x, is_first_microbatch)
+
+    te = sys.modules["transformer_engine.pytorch"].LayerNormLinear
+    own = te.forward
+    with patch.object(te, "forward", forward):
+        for step in ((True, True), (False, True, True), (True, False), (False, False), (True,)):
+            linear.is_first_microbatch = True
+            for falls_back in step:
+                fall_back(linear, falls_back)(x)
+                assert not linear.is_first_microbatch
+    assert told == [True, False, True, False, True, True]
 
 
 def evaluation_overlaps_and_a_second_enable_changes_nothing() -> None:

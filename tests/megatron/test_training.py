@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
 from tests.megatron import layout
+from tests.megatron.linears import OFFLOADED
 from tests.megatron.models import (
     GPT2,
     LLAMA,
@@ -21,6 +22,7 @@ from tests.megatron.models import (
     gpt,
     gradients,
     quietly_enable,
+    three_steps,
     train,
     wrap,
 )
@@ -97,6 +99,32 @@ def test_ten_steps_in_fp8_follow_those_without() -> None:
         said = {row.slot: row.reason for row in report(model).linears}
         assert all(("fp8 tensorwise" in reason) == (slot != "output") for slot, reason in said.items()), said
         assert "not in fp8: the output layer" in said["output"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "microbatches", "made"),
+    [({}, 4, 8), ({}, 1, 8), (FULL_RECOMPUTE, 4, None), (FULL_RECOMPUTE, 1, None)],
+)
+@on_ranks
+def test_a_step_makes_each_weight_in_fp8_once(settings: dict[str, Any], microbatches: int, made: int | None) -> None:
+    """Of two layers with four linears. Recomputed layers run without gradients first, as evaluation does."""
+    found = []
+    for keeps in (True, False):
+        recipe = Recipe({**LLAMA, **settings}, overlap=OverlapConfig(fp8="tensorwise"), microbatches=microbatches)
+        found.append(three_steps(recipe, wrap(recipe, gpt(recipe)), ((True, False), (False, True)), keeps=keeps))
+    (results, counts), (expected, none) = found
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)) and none == [0] * 3
+    assert counts == [made] * 3 if made else min(counts) > 0
+
+
+@on_ranks
+def test_a_step_that_falls_back_first_makes_its_weights_anew() -> None:
+    recipe, found = Recipe(LLAMA, overlap=OverlapConfig(fp8="tensorwise")), []
+    for keeps in (True, False):
+        model = wrap(recipe, gpt(recipe))
+        found.append(three_steps(recipe, model, (), falls_back=(2, 5), keeps=keeps)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert {linear.calls for linear in report(model).linears} == {f"overlapped 4, {OFFLOADED} 2"}
 
 
 @on_ranks

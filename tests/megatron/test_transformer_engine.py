@@ -10,6 +10,8 @@ from tests.processes import failed_checks, run_ranks, values
 NAMES = (
     "training_with_overlap_is_training_without",
     "fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engines",
+    "a_step_makes_each_weight_in_fp8_once",
+    "transformer_engine_makes_its_own_copies_anew_after_overlapped_calls",
     "evaluation_overlaps_and_a_second_enable_changes_nothing",
     "the_norms_output_comes_with_the_product_where_lora_asks_for_it",
     "the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from overlap_train import (
+    Fp8Copies,
     OverlapConfig,
     all_gather_linear,
     all_to_all_linear,
@@ -17,6 +24,7 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
+from overlap_train.group.domain import OverlapDomain
 from tests.linear_cases import Case, column, row
 from tests.processes import run_ranks, values
 
@@ -145,3 +153,93 @@ def test_refusals_are_told_to_every_rank() -> None:
             "all_to_all_linear with fp8", "method='fused' with fp8=.*Hopper", "regather, fp8=tensorwise",
         )  # fmt: skip
         assert all(map(re.search, patterns, said)), said
+
+
+OPERATORS = {"column": all_gather_linear, "row": linear_reduce_scatter}
+
+
+class Kept:
+    """A weight with a holder, whose storage is NaN after each call: what is no NaN was made of the copies."""
+
+    def __init__(self, operator: str, method: str = "chunked", **settings: Any) -> None:
+        self.case, self.operator = _case(method, torch.bfloat16, **settings), OPERATORS[operator]
+        random = torch.Generator().manual_seed(self.case.rank)
+        self.numbers = torch.randn(32, 48, generator=random).bfloat16()
+        self.x = torch.randn(32, 48, generator=random).bfloat16()
+        self.w = torch.nn.Parameter(self.numbers.clone())
+        self.expected = self.call()
+        self.w.fp8_copies = self.copies = Fp8Copies()  # type: ignore[attr-defined]
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        return self.operator(x, self.w, group=self.case.group, config=self.case.config)
+
+    def call(self, apply: Callable[..., Any] | None = None, between: Callable[[], Any] = lambda: None) -> Any:
+        """(y, dx, dw). between: is called before backward."""
+        x, self.w.grad = self.x.clone().requires_grad_(), None
+        y = (apply or self.apply)(x)
+        between()
+        y.backward(torch.ones_like(y) / 3)
+        return y.detach(), x.grad, self.w.grad
+
+    def change(self) -> None:
+        self.w.data.fill_(torch.nan)
+
+    def restore(self) -> None:
+        self.w.data.copy_(self.numbers)
+        self.copies.clear()
+
+    def is_right(self, found: Any) -> bool:
+        """To the bit. It is else NaN where the weight is a factor."""
+        right = [torch.equal(a, b) for a, b in zip(found, self.expected, strict=True)]
+        assert all(right) or (bool(found[0].isnan().all()) and bool(found[1].isnan().all())), right
+        return all(right)
+
+
+def _keeps(rank: int, world: int, operator: str) -> dict[str, bool]:
+    kept, right = Kept(operator), {}
+    for when in ("made", "taken"):
+        right[when] = kept.is_right(kept.call())
+        kept.change()
+    right["recomputed"] = kept.is_right(kept.call(lambda x: checkpoint(kept.apply, x, use_reentrant=False)))
+    with mock.patch.object(OverlapDomain, "is_capturing", return_value=True):
+        right["captured"] = not kept.is_right(kept.call())
+    right["kept from the capture"] = kept.is_right(kept.call())
+    kept.copies.clear()
+    right["cleared"] = not kept.is_right(kept.call())
+    kept.restore()
+    with torch.no_grad():
+        right["no columns where nobody wants dx"] = torch.equal(kept.apply(kept.x), kept.expected[0])
+    assert kept.copies.made is not None and kept.copies.made.columns is None
+    kept.change()
+    right["columns later"] = kept.is_right(kept.call())
+    kept.restore()
+    with saved_tensors_hooks(torch.clone, lambda x: x):
+        right["backward's"] = kept.is_right(kept.call(between=kept.change))
+    kept.restore()
+    right["cleared before backward"] = kept.is_right(kept.call(between=kept.copies.clear))
+    kept.change()
+    right["for the next call, too"] = kept.is_right(kept.call())
+    right["a copy of the holder is empty"] = copy.deepcopy(kept.copies).made is None
+    with torch.no_grad():
+        kept.w.fill_(torch.nan)
+    right["a change that autograd knows of"] = not kept.is_right(kept.call())
+    return right
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_weight_in_fp8_is_kept_until_its_owner_clears_it(operator: str) -> None:
+    for right in values(run_ranks(2, _keeps, operator, limit_s=60)):
+        assert all(right.values()) and len(right) == 13, right
+
+
+def _in_a_trial(rank: int, world: int, folder: str) -> list[bool]:
+    """Whether calls find the copies of the one before: the first is the untuned plan's, methods take turns in the next ones."""
+    kept = Kept("column", "auto", tune_steps=100, tuning_dir=folder)
+    kept.call()
+    kept.change()
+    found = [bool(kept.call()[0].isnan().all()) for _ in range(3)]
+    return [not each for each in found]
+
+
+def test_methods_that_take_turns_all_quantise(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _in_a_trial, str(tmp_path), limit_s=60)) == [[False] * 3] * 2
