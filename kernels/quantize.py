@@ -13,7 +13,8 @@ import triton.language as tl
 def amax_kernel(x_ptr, amax_ptr, size, BLOCK: tl.constexpr):
     """amax [programs] fp32: the largest magnitude of each program's part of x [size]."""
     largest = tl.zeros((BLOCK,), tl.int32)
-    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+    blocks = (size - 1) // BLOCK + 1  # tl.cdiv's sum overflows just below 2^31
+    for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
         at = tl.arange(0, BLOCK).to(tl.int64) + block * BLOCK
         x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(x).to(tl.int32, bitcast=True))

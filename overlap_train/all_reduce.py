@@ -132,7 +132,6 @@ class _LinearAllReduce(torch.autograd.Function):
     ) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
-        bias = bias if bias is None else bias.contiguous()  # kernels read it so
         y = all_reduced(linear, as_rows(x_shard_k), w_shard_k.t(), bias=bias)
         return as_sequence(y, ctx.x_shape[0], ctx.x_shape)
 

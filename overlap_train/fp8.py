@@ -50,16 +50,20 @@ def backward_weight(linear: PlannedOp, w: torch.Tensor, w_amax: torch.Tensor | N
 
 
 def column_forward(
-    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, wants_dx: bool
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """(y_shard_n [M, N/W], what backward wants: x8 [M, K] if it is kept, else the shard; its inverse; the largest of w)."""
+    linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None,
+    wants_dx: bool, trains: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
+    """(y_shard_n [M, N/W], what backward wants: x8 [M, K] if it is kept, else the shard, if the weight `trains`; its inverse; the
+    largest of w)."""
     domain, plan, tags = linear.domain, linear.plan, linear.tags
+    bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
         x8 = quantized(domain, x_shard_m, linear.of_all_ranks(largest(domain, x_shard_m)), FORWARD)
         gather = plan.fprop.start(domain, tags.fprop, x8.rows)
         w8, w_amax = forward_weight(linear, w_shard_n, wants_dx)  # under the gather
         y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True), bias)
-        return y_shard_n, (gather.gathered_copy() if linear.keeps else x8.rows, x8.inverse, w_amax)
+        rows = gather.gathered_copy() if linear.keeps else x8.rows
+        return y_shard_n, (rows if trains else None, x8.inverse, w_amax)
 
 
 def column_backward(
@@ -96,6 +100,7 @@ def row_forward(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
     """(y_shard_m [M/W, N], what backward wants: x8 [K/W, M], if the weight `trains`; its inverse; the largest of w)."""
     domain, plan = linear.domain, linear.plan
+    bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
         x8 = quantized(domain, x_shard_k, largest(domain, x_shard_k), FORWARD, columns=trains)
         w8, w_amax = forward_weight(linear, w_shard_k, wants_dx)
@@ -131,8 +136,7 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
-        bias = bias if bias is None else bias.contiguous()
-        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias, ctx.needs_input_grad[0])
+        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias, *ctx.needs_input_grad[:2])
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in linear.py
         ctx.save_for_backward(*saved, w_shard_n)
         return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
@@ -148,7 +152,6 @@ class _LinearReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
-        bias = bias if bias is None else bias.contiguous()
         y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias, *ctx.needs_input_grad[:2])
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
         ctx.save_for_backward(*saved, w_shard_k)

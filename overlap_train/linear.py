@@ -74,6 +74,7 @@ def column_forward(
     linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_shard_n [M, N/W] = all_gather(x_shard_m) @ w_shard_n.T + bias, x for backward: [M, K] if kept, else the shard)."""
+    bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
         gather = linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_m)
         y_shard_n = gather.matmul(w_shard_n.t(), bias)
@@ -117,6 +118,7 @@ def row_forward(
     linear: PlannedOp, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y_shard_m [M/W, N] = reduce_scatter(x_shard_k @ w_shard_k.T) + bias."""
+    bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
         return linear.plan.fprop.start(linear.domain, linear.tags.fprop, x_shard_k, w_shard_k.t(), bias).finish()
 
@@ -257,7 +259,6 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
-        bias = bias if bias is None else bias.contiguous()  # kernels read it so
         y_shard_n, gathered = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias)
         # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
@@ -285,7 +286,6 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
-        bias = bias if bias is None else bias.contiguous()
         y_shard_m = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias)
         ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
         return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions import transformer_engine as megatron_te
 
 from overlap_train.group.registry import is_graphed
-from overlap_train.ops.spec import DTYPES, other_autocast
+from overlap_train.ops.spec import DTYPES, fits_fp8, other_autocast
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -46,7 +47,7 @@ def has_ulysses(config: TransformerConfig) -> bool:
 NOTHING: Mapping[str, Any] = {}
 _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 _ONLY_TE = "only TransformerEngine's linears compute in it"
-_OTHER_FP8 = f"{_ONLY_TE}, but for hybrid with the recipe tensorwise and weights in their own dtype, which ours do, too"
+_OUR_FP8 = "--fp8-format hybrid --fp8-recipe tensorwise without --fp8-param-gather"
 _ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
 _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
     "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
@@ -54,7 +55,7 @@ _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
         "with it TransformerEngine computes an MLP without calling its linears",
         "--use-transformer-engine-op-fuser",
     ),
-    "fp8": (_OTHER_FP8, "--fp8-format"),
+    "fp8": (_ONLY_TE, f"--fp8-format, or take {_OUR_FP8}: in that ours compute, too"),
     "fp4": (_ONLY_TE, "--fp4-format"),
     "cpu_offloading": (_ON_THE_GPU, "--cpu-offloading-num-layers"),
     "fine_grained_activation_offloading": (_ON_THE_GPU, "--fine-grained-activation-offloading"),
@@ -93,9 +94,10 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
 
 
 def is_our_fp8(config: TransformerConfig) -> bool:
-    """Whether our operators multiply as TransformerEngine's fp8 of a model does: with one scale a tensor, found in each call."""
+    """Whether our operators multiply as TransformerEngine's fp8 of a model does: with one scale a tensor, found in each call. TE
+    must be there: it says which layers are in fp8."""
     recipe = getattr(config, "fp8", None), getattr(config, "fp8_recipe", None)
-    return recipe == ("hybrid", "tensorwise") and not getattr(config, "fp8_param", False)
+    return megatron_te.HAVE_TE and recipe == ("hybrid", "tensorwise") and not getattr(config, "fp8_param", False)
 
 
 def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:
@@ -125,9 +127,11 @@ def fallback_reason(
     is_row = attribute(linear, "input_is_parallel", False)
     if reason is None and is_row and linear.sequence_parallel and x.shape[0] % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
-    if reason is None and getattr(linear.config, "fp8", None) and not_in_fp8(linear) is None:
+    if reason is None and asks_for_fp8(linear) and not_in_fp8(linear) is None:
         rows = x.shape[:-1].numel() * (1 if is_row else linear.tp_group.size())
-        if rows % 16 or weight.shape[0] % 16 or weight.shape[1] % 16:
+        if not fits_fp8(rows, weight) and (
+            getattr(linear.config, "fp8", None) or linear.overlap.config.on_unsupported != "error"
+        ):
             return f"fp8 with {rows} rows and a weight {tuple(weight.shape)}: no multiples of 16"
     return reason
 
@@ -161,6 +165,11 @@ def attribute(holder: Any, name: str, default: Any) -> Any:
     """getattr of what is no parameter, without the search of a module's parameters, buffers and modules (0.7 microseconds)."""
     found = vars(holder).get(name, NOTHING)
     return getattr(type(holder), name, default) if found is NOTHING else found
+
+
+def asks_for_fp8(linear: ParallelLinear) -> bool:
+    """Whether we are to multiply in fp8, by our setting or TransformerEngine's."""
+    return linear.overlap.config.fp8 != "off" or bool(getattr(linear.config, "fp8", None))
 
 
 def not_in_fp8(linear: ParallelLinear) -> str | None:

@@ -34,6 +34,7 @@ from overlap_train import (
     linear_reduce_scatter,
 )
 from overlap_train.integrations.megatron.conditions import (
+    asks_for_fp8,
     attribute,
     bad_combination,
     fallback_reason,
@@ -93,7 +94,7 @@ class LinearOverlap:
 
     def __post_init__(self) -> None:
         # By whether the weight gradient goes into main_grad, and whether the product is in fp8.
-        self._settings = {
+        self._configs = {
             (adds, in_fp8): replace(
                 self.config,
                 fp8="tensorwise" if in_fp8 else "off",
@@ -116,14 +117,13 @@ class LinearOverlap:
     def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
         self.plan, self.trial = plan, trial
 
-    def settings(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
+    def config_of(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
         """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
         gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
-        asks = self.config.fp8 != "off" or getattr(linear.config, "fp8", None)
-        in_fp8 = bool(asks) and not_in_fp8(linear) is None
+        in_fp8 = asks_for_fp8(linear) and not_in_fp8(linear) is None
         renew_copies(linear, weight, in_fp8)
-        return self._settings[adds, in_fp8]
+        return self._configs[adds, in_fp8]
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
         """Return y, and let `on_gradient` be called when the gradient of y arrives."""
@@ -132,21 +132,23 @@ class LinearOverlap:
         return y
 
 
-def product(linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(
+    linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: dict[str, Any]
+) -> torch.Tensor:
     """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]: all linears overlap here. Without sequence
-    parallelism every rank has all rows of x, or y."""
+    parallelism every rank has all rows of x, or y. settings: settings_of()."""
     row = attribute(linear, "input_is_parallel", False)
     operator: Callable[..., torch.Tensor] = linear_reduce_scatter if row else all_gather_linear
     if not linear.sequence_parallel:
         operator = linear_all_reduce if row else linear_dgrad_all_reduce
-    return linear.overlap.watched(operator(x, weight, bias, **how(linear, weight)))
+    return linear.overlap.watched(operator(x, weight, bias, **settings))
 
 
-def how(linear: Any, weight: torch.Tensor) -> dict[str, Any]:
-    """What operators are told beside their operands."""
+def settings_of(linear: Any, weight: torch.Tensor) -> dict[str, Any]:
+    """What operators are told in a call beside their operands."""
     overlap = linear.overlap
-    settings = overlap.settings(linear, weight)
-    return dict(group=linear.tp_group, config=settings, name=overlap.name, on_plan=overlap.note_plan)
+    config = overlap.config_of(linear, weight)
+    return dict(group=linear.tp_group, config=config, name=overlap.name, on_plan=overlap.note_plan)
 
 
 def biases(linear: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -180,7 +182,7 @@ class OverlappedColumnParallelLinear(MegatronFallback, ColumnParallelLinear):
         reason = fallback_reason(self, input, weight, kwargs)
         self.overlap.count(reason)
         if reason is None:
-            return product(self, input, weight, kwargs["bias"])
+            return product(self, input, weight, kwargs["bias"], settings_of(self, weight))
         return super()._forward_impl(input, weight, *args, **kwargs)
 
 
@@ -198,7 +200,7 @@ class OverlappedRowParallelLinear(MegatronFallback, RowParallelLinear):
         if reason is not None:
             return super().forward(input_)
         added, returned = biases(self)
-        return product(self, input_, self.weight, added), returned
+        return product(self, input_, self.weight, added, settings_of(self, self.weight)), returned
 
 
 class TEFallback:
@@ -239,14 +241,13 @@ class _OverlappedTE:
             return ((watched(y[0]), *y[1:]) if isinstance(y, tuple) else watched(y), *others)
         added, returned = biases(self)
         wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
-        together = self.overlap.norm is not None and self.sequence_parallel
-        told = how(self, self.weight) if together else {}
-        if not together or told["config"].fp8 != "off":
-            x = normed(self, x)
-            y = product(self, x, self.weight, added)
-        else:
-            y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **told)
+        settings = settings_of(self, self.weight)
+        if self.overlap.norm is not None and self.sequence_parallel and settings["config"].fp8 == "off":
+            y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **settings)
             y = self.overlap.watched(y)
+        else:
+            x = normed(self, x)
+            y = product(self, x, self.weight, added, settings)
         if self.is_first_microbatch:  # as TE's forward does
             self.is_first_microbatch, self.overlap.te_is_behind = False, True
         if not wants_h:

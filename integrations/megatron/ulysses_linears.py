@@ -150,7 +150,7 @@ class _Exchanging:
             overlap, bias = self.overlap, next((b for b in biases(self) if b is not None), None)
             q, k, v = qkv_all_to_all(
                 normed(self, x), self.weight, bias, shards=exchange.shards(self.tp_group), heads=exchange.heads,
-                rotary=rotary, config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+                rotary=rotary, config=overlap.config_of(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
             )  # fmt: skip
             return overlap.watched(q), k, v
 
@@ -163,7 +163,7 @@ class _Exchanging:
             overlap, (added, returned) = self.overlap, biases(self)
             y = attention_output_linear(
                 x, self.weight, added, shards=exchange.shards(self.tp_group),
-                config=overlap.settings(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
+                config=overlap.config_of(self, self.weight), name=overlap.name, on_plan=overlap.note_plan,
             )  # fmt: skip
             return overlap.watched(y), returned
 

@@ -3,7 +3,8 @@
 Operators are numbered. Whoever has received the blocks of operator n from every peer knows that every peer is done with
 operator n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 the slots of n - 1 and before are free.
 So three slots suffice for two calls an operator, as in a column linear's backward, then one: all that a dense GPT does. Between
-two operators of two calls each there is a barrier.
+two operators of two calls each there is a barrier. An operator whose second call sends what follows from all blocks of its first
+counts as one call: its first call frees the slots before it, and its second says that peers have read the first.
 
 An operator may begin ahead: it sends its blocks before what the running one receives is read. So a peer that has sent blocks of n
 ahead has read those of n - 2, but perhaps not of n - 1. Before a rank sends n + 1, it waits for the first block of n from every
@@ -52,6 +53,12 @@ class SlotUse:
     def receive(self) -> None:
         """Blocks of the operator that runs have come from every peer."""
         self.free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
+
+    def receive_first(self, slot: int) -> None:
+        """As receive, in the first of two calls, which took `slot`. In the next operator its readers are done: what comes second
+        follows from what they have read."""
+        self.receive()
+        self._last_used[slot] = self._operator - 1
 
     def take(self) -> int:
         """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
@@ -118,6 +125,10 @@ class Workspace:
             self._last.wait_for_start()
             self.use.receive()
         self.use.begin_ahead()
+
+    def receive_first(self) -> None:
+        """What the call that was opened last receives has come from every peer, and what this rank sends next follows from it."""
+        self.use.receive_first(self.slots.index(self._last.slot))
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int = 1) -> Call:
         """Start a call on a free slot."""

@@ -24,6 +24,7 @@ def all_reduced(
     """y [M, N], of a row linear's forward or a column linear's backward; calls `meanwhile`, which multiplies, where that hides
     most."""
     domain, plan, rows = op.domain, op.plan, a_mk.shape[0]
+    bias = bias if bias is None else bias.contiguous()  # kernels read it so
     in_backward = plan.spec.sends_input
     scope, tag = (op.backward[True, False], op.tags.dgrad) if in_backward else (op.forward, op.tags.fprop)
     if plan.fprop.method == "collective":

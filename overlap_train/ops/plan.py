@@ -32,7 +32,8 @@ from ..select.tiles import (
     tma_reads,
     tma_reads_weight,
 )
-from .launch import MOST_DIRECT_PEERS, multiprocessors
+from .launch import MOST_DIRECT_PEERS
+from .quantize import AMAX_BYTES
 from .spec import OperatorSpec, shapes_of
 from .table import TABLE
 
@@ -147,8 +148,8 @@ class Planner:
             fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources, fprop.dtype
         )
 
-    def numbers(self, fprop: EnginePlan, device: torch.device) -> EnginePlan:
-        """How each rank sends a few numbers to all others."""
+    def amax_gather(self, fprop: EnginePlan, device: torch.device) -> EnginePlan:
+        """How each rank sends the largest elements of its shard to all others."""
         method = "collective" if fprop.method == "collective" else LOW_LATENCY if device.type == "cuda" else "chunked"
         order, transfers = sources(self.topology, Kind.AG_GEMM), transfers_of(Kind.AG_GEMM, self.topology, chunks=1)
         return EnginePlan(
@@ -208,6 +209,10 @@ class Plan:
     one_shot: bool = False
     amax: EnginePlan | None = None
 
+    @property
+    def slots_of_amax(self) -> int:
+        return 0 if self.amax is None else self.amax.slots
+
 
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
@@ -235,13 +240,16 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
-    amax = planner.numbers(fprop, device) if fp8 else None
+    amax = planner.amax_gather(fprop, device) if fp8 else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     how += f", fp8={config.fp8}" * fp8
-    methods, received = {one.method for one in (fprop, dgrad, wgrad) if one is not None}, spec.slot_bytes(x, w, world)
+    methods, received = (
+        {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None},
+        spec.slot_bytes(x, w, world),
+    )
     words = received if LOW_LATENCY in methods else 0
     if amax is not None and amax.method == LOW_LATENCY:
-        words = max(words, 4 * world * multiprocessors(device))  # fp32, of each SM one
+        words = max(words, AMAX_BYTES * world)
     request = Request(
         spec.name, shapes_of(x, w), how=how,
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,

@@ -50,7 +50,7 @@ class _BackwardScopes(dict[tuple[bool, bool], Scope]):
         (wants_dx, wants_dw), plan, tags = wanted, self._op.plan, self._op.tags
         wgrad = plan.wgrad if wants_dw else None
         slots = (0 if wgrad is None else wgrad.slots) + wants_dx * plan.dgrad.slots
-        slots += 0 if plan.amax is None else plan.amax.slots * plan.dgrad.kind.receives
+        slots = max(slots, plan.slots_of_amax * plan.dgrad.kind.receives)
         gathers = wgrad is not None or not plan.spec.sends_input
         begins_with_barrier = wants_dx and plan.dgrad.variant.barrier_first and gathers
         scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
@@ -78,8 +78,7 @@ class PlannedOp:
         ranges = [f"{short}/{pass_}" for pass_ in passes]
         fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in passes[:3])
         self.tags = PassTags(fprop, dgrad, wgrad, ranges)
-        exchanges = 0 if plan.amax is None else plan.amax.slots
-        slots = plan.fprop.slots + exchanges * plan.fprop.kind.receives
+        slots = max(plan.fprop.slots, plan.slots_of_amax * plan.fprop.kind.receives)
         forward = domain.operator(fprop, slots, plan.fprop.variant.barrier_first, ranges[0])
         self.forward = self.timed(forward, fprop)
         self.backward = _BackwardScopes(self)
@@ -89,10 +88,12 @@ class PlannedOp:
         for tag in (dgrad, wgrad, self._amax):
             domain.fault.register(tag)
 
-    def of_all_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """numbers [parts] of every rank -> [W x parts]. Inside of the scope of a pass that gathers, before it does."""
+    def of_all_ranks(self, amax: torch.Tensor) -> torch.Tensor:
+        """amax [parts] of every rank -> [W x parts]. Inside of the scope of a pass that gathers what these scale."""
         assert self.plan.amax is not None
-        whole: torch.Tensor = self.plan.amax.start(self.domain, self._amax, numbers.view(1, -1)).gathered_copy()
+        whole: torch.Tensor = self.plan.amax.start(self.domain, self._amax, amax.view(1, -1)).gathered_copy()
+        if self.plan.slots_of_amax:
+            self.domain.workspace.receive_first()
         return whole.view(-1)
 
     def timed(self, scope: Scope, tag: Tag) -> Scope:

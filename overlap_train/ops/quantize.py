@@ -13,9 +13,10 @@ import torch
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
-from .launch import multiprocessors
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights, and of gradients
+_PARTS = 128  # about as many as a GPU has SMs, the same on all ranks
+AMAX_BYTES = 4 * _PARTS
 _BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a program reads at once
 
 
@@ -58,19 +59,14 @@ class Fp8Copies:
 
 
 def largest(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitudes of parts of x, fp32 [parts], as many as `parts` says; NaN, if one element is."""
+    """The largest magnitudes of 128 parts of x, fp32 [128], on CPUs that of x, [1]; NaN, if one element is."""
     if not domain.on_gpu:
         return x.abs().amax().float().view(1)
     x = x.contiguous()
-    amax = torch.empty(parts(domain), dtype=torch.float32, device=x.device)
+    amax = torch.empty(_PARTS, dtype=torch.float32, device=x.device)
     x_at = x.data_ptr()  # what is allocated here is aligned
     domain.launches.run(("amax", x.shape, x.dtype, x_at % 16), (x_at, amax.data_ptr()), _amax_launch, x, amax)
     return amax
-
-
-def parts(domain: OverlapDomain) -> int:
-    """One for each SM, on CPUs one: of how many parts a rank tells the largest element."""
-    return multiprocessors(domain.device) if domain.on_gpu else 1
 
 
 def quantized(

@@ -57,6 +57,11 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
 
 
+def fits_fp8(rows: int, w: torch.Tensor) -> bool:
+    """Whether tensor cores multiply so many rows and the weight w [N, K] in fp8, in each of the three passes."""
+    return not (rows % 16 or w.shape[0] % 16 or w.shape[1] % 16)
+
+
 @dataclass(frozen=True)
 class OperatorSpec:
     """One operator.
@@ -126,13 +131,19 @@ class OperatorSpec:
         """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear."""
         off = "use fp8='off' for it (--overlap-train-fp8)"
         if self.replicated or self.fprop.exchanges or not self.multiplies:
-            return f"{name}: {self.name} with fp8: it multiplies in the dtype of its input only; {off}"
+            return f"{name}: {self.name} has no form in fp8; {off}"
         if nodes > 1:
             return (
                 f"{name}: fp8 in a group of {nodes} nodes: operands with one byte an element stay inside a node; {off}"
             )
+        if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
+            return (
+                f"{name}: fp8 on {torch.cuda.get_device_name(x.device)}: tensor cores multiply fp8 from Ada on; {off}"
+            )
+        if x.is_cuda and x.dtype == torch.float32:
+            return f"{name}: fp8 with {self.x_name} in float32: cuBLASLt gives bfloat16 or float16; cast it, or {off}"
         rows = self.global_rows(x, world_size)
-        if rows % 16 or w.shape[0] % 16 or w.shape[1] % 16:
+        if not fits_fp8(rows, w):
             return (
                 f"{name}: fp8 with {rows} rows of all ranks and {self.w_name} {tuple(w.shape)}: tensor cores want multiples of "
                 f"16 of them in fp8; pad them, or {off}"

@@ -9,6 +9,7 @@ import io
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -201,6 +202,7 @@ def three_steps(
     evaluations: (training mode, with gradients). falls_back: micro-batches in which Megatron's own code runs. keeps: copies.
     """
     results, made, bare = [], [0, 0, 0], model.module
+    import_module("overlap_train.fp8")  # else it would take what is patched
     start, (text, *_), largest = copy.deepcopy(bare.state_dict()), next(batches(7))[None, :, :-1], quantize.largest
 
     def data() -> Iterator[torch.Tensor]:

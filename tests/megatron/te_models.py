@@ -109,7 +109,7 @@ def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engine
     for name, value in (("fp8_recipe", "delayed"), ("fp8", "e4m3"), ("fp8_param", True)):
         model = model_of(1, 2, **RMS, **fp8)
         setattr(model.config, name, value)
-        with pytest.raises(ValueError, match="hybrid with the recipe tensorwise"):
+        with pytest.raises(ValueError, match="hybrid --fp8-recipe tensorwise"):
             quietly_enable(model, OverlapConfig())
 
 

@@ -50,6 +50,32 @@ def gathers(
     return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b + bias, before)
 
 
+def announced(method: str, machine: Simulation, calls: int = CALLS) -> Build:
+    """Calls of all_gather(x * f) @ b, as in fp8: f, the sum of a number of each rank, is exchanged first, in one operator with
+    the gather. Before each is an operator of two gathers, as a column linear's backward: a wrong one makes y wrong."""
+    world = machine.world_size
+    x, b = integers(calls, world, TILE, TILE, seed=1), integers(world, TILE, TILE, seed=2)
+    factors, right = x[:, :, 0, 0].sum(1), integers(world, TILE, TILE, seed=3)
+    found = torch.empty(world, 2, world * TILE, TILE)
+
+    def two_gathers(domain: SimulatedDomain) -> None:
+        own = right[domain.rank]
+        plan = domain.plan(method, own, own).fprop
+        with domain.operator(tag_of("two"), slots=2):
+            both = [plan.start(domain, planned_tag(domain, name), own) for name in ("first", "second")]
+            for place, gather in zip(found[domain.rank], both, strict=True):
+                place.copy_(gather.gathered_view())
+
+    def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        plan = domain.plan(method, own, mine.t(), fp8="tensorwise")
+        op = core("ops.planned").PlannedOp(domain, plan, "announced", (), True)
+        factor = op.of_all_ranks(own.new_empty(1).copy_(own[0, :1])).sum()
+        y = plan.fprop.start(domain, op.tags.fprop, own.new_empty(own.shape).copy_(own * factor)).matmul(mine)
+        return y + (found[domain.rank] - right.flatten(0, 1)).abs().sum()
+
+    return _calls(machine, run, x, b, factors[:, None, None, None] * (x.flatten(1, 2)[:, None] @ b), two_gathers)
+
+
 def scatters(
     method: str,
     machine: Simulation,

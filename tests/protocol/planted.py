@@ -271,6 +271,18 @@ def slots_overlap(of: int) -> Plant:
     return plant
 
 
+def taken_at_once() -> Any:
+    """What follows from the first call of an operator is sent in that call's slot, which a peer may still read."""
+    use = simulated_ranks.core("group.workspace").SlotUse
+    plain = use.receive_first
+
+    def receive_first(self: Any, slot: int) -> None:
+        plain(self, slot)
+        self.free.insert(0, slot)
+
+    return mock.patch.object(use, "receive_first", receive_first)
+
+
 # ---- network ------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from overlap_train import (
     shutdown,
 )
 from overlap_train.group.domain import OverlapDomain
+from overlap_train.group.workspace import Workspace
 from tests.linear_cases import Case, column, row
 from tests.processes import run_ranks, values
 
@@ -53,6 +54,46 @@ def _exactly(rank: int, world: int, method: str, settings: dict[str, Any]) -> in
 )
 def test_integers_exactly(method: str, world: int, settings: dict[str, Any]) -> None:
     assert values(run_ranks(world, _exactly, method, settings, limit_s=60)) == [3] * world
+
+
+def test_integers_exactly_by_words_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert values(run_ranks(2, _exactly, "low_latency", {}, limit_s=60)) == [3, 3]
+
+
+def _barriers(rank: int, world: int) -> int:
+    """Of all ranks, in the second step of six linears: an exchange of largest elements frees the slots that were used before."""
+    case, workers = _case("chunked", torch.float32), []
+    for number in range(3):
+        for kind, operator in OPERATORS.items():
+            w, name = torch.randn(32, 32).requires_grad_(), f"{kind}{number}"
+            workers.append(
+                lambda x, w=w, f=operator, name=name: f(x, w, group=case.group, config=case.config, name=name)
+            )
+    for _ in range(2):
+        y = torch.randn(16, 32).requires_grad_()
+        with mock.patch.object(Workspace, "barrier", autospec=True, side_effect=Workspace.barrier) as barrier:
+            for work in workers:
+                y = work(y)
+            y.sum().backward()
+    return barrier.call_count
+
+
+def test_linears_that_exchange_their_largest_elements_meet_at_no_barrier() -> None:
+    assert values(run_ranks(2, _barriers, limit_s=60)) == [0, 0]
+
+
+def _saved(rank: int, world: int) -> list[int]:
+    """Elements that a column linear with a frozen weight saves, beside that."""
+    case, saved = _case("chunked", torch.float32), []
+    x, w = torch.randn(16, 32).requires_grad_(), torch.randn(32, 32)
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        all_gather_linear(x, w, group=case.group, config=case.config)
+    return [tensor.numel() for tensor in saved if tensor.data_ptr() != w.data_ptr()]
+
+
+def test_a_frozen_weight_keeps_no_input() -> None:
+    assert all(max(sizes) == 1 for sizes in values(run_ranks(2, _saved, limit_s=60)))
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -149,8 +190,8 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_refusals_are_told_to_every_rank() -> None:
     for said in values(run_ranks(2, _refusals, limit_s=60)):
         patterns = (
-            "8 rows of all ranks .* multiples of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce with fp8",
-            "all_to_all_linear with fp8", "method='fused' with fp8=.*Hopper", "regather, fp8=tensorwise",
+            "8 rows of all ranks .* multiples of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce has no form in fp8",
+            "all_to_all_linear has no form in fp8", "method='fused' with fp8=.*Hopper", "regather, fp8=tensorwise",
         )  # fmt: skip
         assert all(map(re.search, patterns, said)), said
 

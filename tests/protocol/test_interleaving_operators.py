@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.operator_problems import gathers, scatters, to_heads, to_rows
+from tests.protocol.operator_problems import announced, gathers, scatters, to_heads, to_rows
 from tests.protocol.simulated_ranks import TILE, Simulation
+from tests.protocol.simulated_streams import StreamSimulation
 
 Problem = Callable[..., Build]
 PROBLEMS = [gathers, scatters, to_heads, to_rows]
@@ -30,6 +31,11 @@ def test_kernels_pass(problem: Problem, method: str) -> None:
 @every_problem
 def test_chunked_passes(problem: Problem, world: int, device_waits: bool) -> None:
     assert_passes(problem("chunked", Simulation(world, device_waits=device_waits)), range(9))
+
+
+def test_what_is_announced_passes() -> None:
+    for machine in (Simulation(3), StreamSimulation(3)):
+        assert_passes(announced("chunked", machine, calls=6), range(6))
 
 
 def test_fused_passes_where_a_chunk_has_fewer_tiles_than_its_block() -> None:

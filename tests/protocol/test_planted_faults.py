@@ -13,7 +13,7 @@ import torch
 
 from tests.protocol import planted as hook
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.operator_problems import gathers, scatters, to_heads, to_rows
+from tests.protocol.operator_problems import announced, gathers, scatters, to_heads, to_rows
 from tests.protocol.planted import EPOCH, Plant
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import Simulation
@@ -31,6 +31,8 @@ def programs() -> dict[str, Build]:
         "AG+GEMM direct": gathers("direct", PROCESSES),
         "AG+GEMM chunked": gathers("chunked", PROCESSES),
         "AG+GEMM chunked, streams": gathers("chunked", StreamSimulation(3)),
+        "AG+GEMM announced": announced("chunked", PROCESSES),
+        "AG+GEMM announced, streams": announced("chunked", StreamSimulation(3)),
         "AG+GEMM fused, streams": gathers("fused", StreamSimulation(3)),
         "GEMM+RS fused": scatters("fused", PROCESSES, columns=32),
         "GEMM+RS direct": scatters("direct", PROCESSES, columns=32),
@@ -69,6 +71,7 @@ TELL, COUNT = ("signals", "atomic"), (".complete", "atomic")  # what kernels do 
 GATHERS, SCATTERS = ("AG+GEMM fused", "A2A+GEMM fused"), ("GEMM+RS fused", "GEMM+A2A fused")
 DIRECT = ("AG+GEMM direct", "GEMM+RS direct", "A2A+GEMM direct")
 STREAM = ("AG+GEMM chunked, streams", "AG+GEMM fused, streams")
+ANNOUNCED = ("AG+GEMM announced", "AG+GEMM announced, streams")
 NCCL, NVSHMEM = ("AG+GEMM, NCCL", "GEMM+RS, NCCL"), ("AG+GEMM, NVSHMEM", "GEMM+RS, NVSHMEM")
 BY_COPIES = ("AG+GEMM fused, streams", "GEMM+RS chunked, streams")
 ANY = "|".join((WRONG, STOPS, "Mismatch", "TimeoutError"))
@@ -116,6 +119,8 @@ FAULTS = [
     # who reuses which slot
     Fault("two slots in one place", hook.slots_overlap(2), ("AG+GEMM fused", "AG+GEMM chunked", *STREAM)),
     Fault("all slots in one place", hook.slots_overlap(3), ("AG+GEMM fused", "AG+GEMM chunked", *STREAM)),
+    Fault("slot of what comes first taken again", lambda: hook.taken_at_once(), ANNOUNCED, ANY),
+    Fault("two slots in one place, beside what comes first", hook.slots_overlap(2), ANNOUNCED, ANY),
     # epochs
     Fault("epoch not advanced by the host", hook.host_leaves_out("fill_", ".epoch"), ("AG+GEMM fused", "AG+GEMM chunked"), ANY),
     Fault("epoch not advanced by its kernel", hook.left_out("next_epoch_kernel"), ("AG+GEMM fused, device", *STREAM), ANY),
