@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arrivals import units_to_take
-from .hopper_scaled import BLOCKS, UNSCALED, half_product, scale_of_tensors, scales_at, whole_product
+from .hopper_scaled import UNSCALED, half_product, scale_of_product, whole_product
 from .hopper_stores import make_outbox, put_quarter, store_strip
 from .hopper_tiles import (
     NO_TILE,
@@ -79,7 +79,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
+def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, scales, PART: gl.constexpr,
                    WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
                    B_IS_NK: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
@@ -90,29 +90,23 @@ def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_p
     m_chunk = m_shard // CHUNKS
     strips, tiles_n, _, halved = cut_of_gather(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD * CHUNKS)
     k_steps = gl.cdiv(k, BLOCK_K)
-    scale = scale_of_tensors(scales, SCALING)
+    scale = scale_of_product(scales, SCALING)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        _, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
         col, _ = columns_of(tile_n, side, BLOCK_N)
-        at = None
-        if SCALING >= BLOCKS:
-            source, chunk, strip = gather_strip(2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS)
-            row = gl.where(source == rank, 0, source * m_shard) + chunk * m_chunk + strip * ROWS
-            a_scale_ptr = gl.where(source == rank, scales[0], scales[1])
-            at = scales_at(a_scale_ptr, scales, row, m_chunk - strip * ROWS, col, n, SCALING)
         if side == WHOLE:
-            left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N,
+            left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N,
                                               STAGES, B_IS_NK, SCALING)  # fmt: skip
             if gl.load(abort_ptr, volatile=True) != 0:
                 left, right = left + float("nan"), right + float("nan")
             put_quarter(outbox, turn, plus_bias(left, bias_ptr, col, n), PART, 0, BUFFERS=1)
             put_quarter(outbox, turn, plus_bias(right, bias_ptr, col + BLOCK_N // 2, n), PART, 1, BUFFERS=1)
         else:
-            half, step = half_product(panels, step, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N // 2, STAGES,
+            half, step = half_product(panels, step, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N // 2, STAGES,
                                       B_IS_NK, SCALING)  # fmt: skip
             if gl.load(abort_ptr, volatile=True) != 0:
                 half = half + float("nan")
@@ -148,28 +142,22 @@ def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.con
     if DIRECT:
         sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
         m_shard, _, k = sizes
-        VECTOR: gl.constexpr = (
-            128 // own_ptr.dtype.element_ty.primitive_bitwidth
-        )  # what a thread stores at once: 16 bytes
+        # What a thread stores at once: 16 bytes.
+        VECTOR: gl.constexpr = 128 // own_ptr.dtype.element_ty.primitive_bitwidth
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
         store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        next_word(gl.load(words[3]), words[6]), WORLD, CHUNKS, PIECE, STEP, EXCHANGE)  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "m_shard", "rank", "tag", "limit", "leaves", "a_scale_row", "a_scale_step", "b_scale_row", "b_scale_step",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def hopper_all_gather_gemm_kernel(
     own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, bias_ptr, y_desc, m_shard, n, k,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
     STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr, a_scale_ptr=None, gathered_scale_ptr=None,
-    b_scale_ptr=None, a_scale_row=None, a_scale_step=None, b_scale_row=None, b_scale_step=None,
+    STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr, a_scale_ptr=None, b_scale_ptr=None,
     SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
@@ -184,12 +172,12 @@ def hopper_all_gather_gemm_kernel(
     words = (rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr)
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
-    scales = (a_scale_ptr, gathered_scale_ptr, b_scale_ptr, a_scale_row, a_scale_step, b_scale_row, b_scale_step)
+    scales = (a_scale_ptr, b_scale_ptr)
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL,
-                          CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL,
-                          CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, scales, 0, WORLD, LOCAL, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, scales, 1, WORLD, LOCAL, CHUNKS,
+                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),

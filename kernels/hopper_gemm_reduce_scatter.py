@@ -17,7 +17,7 @@ for what their peers' CTAs owe in those that come after (units_in_run).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_scaled import BLOCKS, UNSCALED, half_product, no_whole_product, scale_of_tensors, scales_at, whole_product
+from .hopper_scaled import UNSCALED, half_product, no_whole_product, scale_of_product, whole_product
 from .hopper_stores import make_outbox, put_quarter, store_strip, stores_are_written
 from .hopper_tiles import (
     NO_TILE,
@@ -94,22 +94,18 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
     m_chunk = m_shard // CHUNKS
     strips, tiles_n, _, halved = cut_of_scatter(m_chunk, n, gl.num_programs(0), ROWS, BLOCK_N, WORLD, CHUNKS, RUN)
     k_steps = gl.cdiv(k, BLOCK_K)
-    scale = scale_of_tensors(scales, SCALING)
+    scale = scale_of_product(scales, SCALING)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        target, chunk, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
         col, _ = columns_of(tile_n, side, BLOCK_N)
-        at = None
-        if SCALING >= BLOCKS:  # not where columns are exchanged
-            row = target * m_shard + chunk * m_chunk + strip * ROWS
-            at = scales_at(scales[0], scales, row, m_chunk - strip * ROWS, col, n, SCALING)
         if side == WHOLE:
             if strip < strips:
-                left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, at, PART, ROWS, BLOCK_N,
+                left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N,
                                                   STAGES, B_IS_NK, SCALING)  # fmt: skip
             else:  # beyond the run: it has no rows, and the other group has the tensor cores for itself
                 left, right, step = no_whole_product(panels, step, k_steps, ROWS, BLOCK_N, STAGES, SCALING)
@@ -125,7 +121,7 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
             put_quarter(outbox, turn, right, PART, 1, BUFFERS)
         else:  # of own rows
             if strip < strips:
-                half, step = half_product(panels, step, b_half_desc, k_steps, scale, at, PART, ROWS, HALF, STAGES,
+                half, step = half_product(panels, step, b_half_desc, k_steps, scale, PART, ROWS, HALF, STAGES,
                                           B_IS_NK, SCALING)  # fmt: skip
             else:
                 half, step = pass_tile(panels, step, k_steps, ROWS, HALF, STAGES)
@@ -200,9 +196,7 @@ def _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, of_chunk, expec
         notify_copy_engine(counter_ptr, stored)
 
 
-@gluon.jit(
-    do_not_specialize=["m_shard", "rank", "tag", "limit", "a_scale_row", "a_scale_step", "b_scale_row", "b_scale_step"]
-)
+@gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def hopper_gemm_reduce_scatter_kernel(
     a_desc, b_desc, b_half_desc, received_desc, bias_ptr, y_desc, to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc,
     to7_desc, m_shard, n, k,
@@ -210,8 +204,7 @@ def hopper_gemm_reduce_scatter_kernel(
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
     REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
-    a_scale_ptr=None, b_scale_ptr=None, a_scale_row=None, a_scale_step=None, b_scale_row=None, b_scale_step=None,
-    SCALING: gl.constexpr = UNSCALED,
+    a_scale_ptr=None, b_scale_ptr=None, SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
@@ -223,7 +216,7 @@ def hopper_gemm_reduce_scatter_kernel(
     BUFFERS: of the outbox for each half of a tile (make_outbox); two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N], in W x CHUNKS chunks; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks
     rank+1, rank+2, ...
-    SCALING, and where the scales lie: hopper_scaled.py.
+    SCALING: hopper_scaled.py.
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
@@ -231,7 +224,7 @@ def hopper_gemm_reduce_scatter_kernel(
     places = (to1_desc, to2_desc, to3_desc, to4_desc, to5_desc, to6_desc, to7_desc)
     words = (rank, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     sizes = (m_shard, n, k)
-    scales = (a_scale_ptr, None, b_scale_ptr, a_scale_row, a_scale_step, b_scale_row, b_scale_step)
+    scales = (a_scale_ptr, b_scale_ptr)
     gl.warp_specialize([
         (_multiply, (panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_ptr, abort_ptr, rank, sizes, scales, 0,
                      WORLD, LOCAL, CHUNKS, RUN, DIRECT, REDUCE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, BUFFERS,

@@ -161,15 +161,17 @@ class Scaling(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """SCALING of kernels/hopper_scaled.py."""
-        return {"SCALING": 1 if self.fast else 2} if self.inverses else {}
+        from ..kernels.hopper_scaled import PRECISE, TENSORS
 
-    def replaced(self, of_a: tuple[str, ...]) -> Replaced:
-        """of_a: the names that take the inverse of the left operand."""
-        return (of_a, ("b_scale_ptr",)) if self.inverses else ()
+        return {"SCALING": (TENSORS if self.fast else PRECISE).value} if self.inverses else {}
 
-    def arguments(self, of_a: tuple[str, ...]) -> dict[str, Any]:
-        return {name: one for names, one in zip(self.replaced(of_a), self.inverses, strict=True) for name in names}
+    @property
+    def replaced(self) -> Replaced:
+        return (("a_scale_ptr",), ("b_scale_ptr",)) if self.inverses else ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {name: one for (name,), one in zip(self.replaced, self.inverses, strict=True)}
 
 
 UNSCALED = Scaling()
@@ -243,9 +245,8 @@ def _gather_launch(
     constants |= dict(DIRECT=sends, PIECE=(1 << 15) // own.itemsize if on_a_gpu(domain) else 64)
     constants |= _protocol_constants(domain, call) | scaling.constants
     grid = grid_size(programs, domain.device, plan.sm_margin)
-    names = ("a_scale_ptr", "gathered_scale_ptr")
-    arguments |= protocol_arguments(domain, call, sends) | scaling.arguments(names)
-    replaced += (bias_argument(bias), ("tag",), *scaling.replaced(names))
+    arguments |= protocol_arguments(domain, call, sends) | scaling.arguments
+    replaced += (bias_argument(bias), ("tag",), *scaling.replaced)
     return Launch(_kernel(plan), grid, arguments, constants, replaced)
 
 
@@ -284,9 +285,8 @@ def _scatter_launch(
         dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call) | scaling.constants
     )
     grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
-    names = ("a_scale_ptr",)
-    arguments |= protocol_arguments(domain, call, direct) | scaling.arguments(names)
-    replaced += (bias_argument(bias), ("tag",), *scaling.replaced(names))
+    arguments |= protocol_arguments(domain, call, direct) | scaling.arguments
+    replaced += (bias_argument(bias), ("tag",), *scaling.replaced)
     return Launch(_kernel(plan), grid, arguments, constants, replaced)
 
 

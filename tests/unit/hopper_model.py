@@ -344,32 +344,15 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
     names |= dict(put_quarter=put_quarter, range=range)
     language = SimpleNamespace(**vars(loads.language) | {"load": lambda *args, **kwargs: int(gave_up)})
     python_of(scatter._multiply, **names, **ORDER, gl=language)(
-        None,
-        None,
-        None,
-        "b",
-        "half of b",
-        None,
-        None,
-        None,
-        p.rank,
-        p.sizes,
-        (),
-        part,
-        *switches,
-        *_BLOCKS,
-        4,
-        True,
-        1,
-        0,
-    )
+        None, None, None, "b", "half of b", None, None, None, p.rank, p.sizes, (), part, *switches, *_BLOCKS, 4, True, 1, 0,
+    )  # fmt: skip
     return did
 
 
 def _products(**names: Any) -> dict[str, Any]:
     """What multiplying groups call. names: what takes the place of products of tiles."""
     names |= dict(split_tile=lambda *args: (0, 1))
-    called = ("scale_of_tensors", "whole_product", "half_product", "no_whole_product")
+    called = ("scale_of_product", "whole_product", "half_product", "no_whole_product")
     return names | {name: python_of(getattr(scaled, name), **names) for name in called}
 
 
@@ -424,25 +407,8 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
     for part in range(2):
         put.clear()
         python_of(gather.multiply_tiles, **names, **ORDER)(
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
-            rank,
-            p.sizes,
-            (),
-            part,
-            world,
-            local,
-            p.chunks,
-            *_BLOCKS,
-            4,
-            True,
-            0,
-        )
+            *[None] * 7, p.sizes, (), part, world, local, p.chunks, *_BLOCKS, 4, True, 0,
+        )  # fmt: skip
         assert put == [list(range(tile.halves)) for tile in tiles]
     python_of(gather.store_tiles, **names, **ORDER)(
         None, None, y, rank, p.sizes, world, local, p.chunks, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m

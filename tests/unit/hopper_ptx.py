@@ -120,7 +120,7 @@ def compiled_kernel(
         "limit": "i64",
         "tag": "i64",
     }
-    types |= dict.fromkeys(("a_scale_ptr", "gathered_scale_ptr", "b_scale_ptr"), "*fp32")
+    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from overlap_train.gpu.ptx_check import missing
-from overlap_train.kernels.hopper_scaled import BLOCKS, PRECISE, TENSORS, VECTORS
+from overlap_train.kernels.hopper_scaled import PRECISE, TENSORS
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
 
@@ -193,16 +193,13 @@ def test_nothing_spills_and_the_stages_fit(
     assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
 
 
-WIDE, NARROW = {"BLOCK_K": 128}, {"BLOCK_K": 128, "BLOCK_N": 128}  # one-byte operands; a tile's columns
+WIDE = {"BLOCK_K": 128}  # panels of one-byte operands
 E4M3, GRADIENTS = ("fp8e4nv", "fp8e4nv"), ("fp8e5", "fp8e4nv")
 ONE_BYTE = [
     ("hopper_all_gather_gemm", E4M3, WIDE | {"SCALING": TENSORS}),
     ("hopper_all_gather_gemm", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": True}),
     ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": TENSORS, "DIRECT": True}),
     ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False}),
-    ("hopper_all_gather_gemm", E4M3, NARROW | {"SCALING": BLOCKS}),
-    ("hopper_gemm_reduce_scatter", E4M3, NARROW | {"SCALING": BLOCKS, "DIRECT": False}),
-    ("hopper_all_gather_gemm", E4M3, NARROW | {"SCALING": VECTORS, "WORLD": 1}),
 ]
 
 
