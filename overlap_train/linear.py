@@ -174,7 +174,8 @@ def all_gather_linear(
     Returns:
         y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32, and rounded once the bias is
         added. Where `w_shard_n.main_grad` exists, backward adds dw into it (config.main_grad). Where `w_shard_n.fp8_copies` is
-        an `Fp8Copies`, calls in fp8 take the weight in fp8 from there.
+        an `Fp8Copies`, calls in fp8 take the weight in fp8 from there. Where `w_shard_n.wgrad_store` is TransformerEngine's
+        WeightGradStore, backward leaves the product for dw to it.
 
     Raises:
         ValueError: shapes, dtypes, devices or group do not fit; on every rank of the group.
@@ -221,7 +222,7 @@ def linear_reduce_scatter(
 
     Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W. All methods but
     collective reduce in fp32 and in a fixed order: every run gives the same bits. collective reduces as NCCL or gloo does, and
-    adds the bias to what they have rounded.
+    adds the bias to what they have rounded, as groups across nodes do.
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
