@@ -148,9 +148,8 @@ def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.con
     if DIRECT:
         sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
         m_shard, _, k = sizes
-        VECTOR: gl.constexpr = (
-            128 // own_ptr.dtype.element_ty.primitive_bitwidth
-        )  # what a thread stores at once: 16 bytes
+        # what a thread stores at once: 16 bytes
+        VECTOR: gl.constexpr = 128 // own_ptr.dtype.element_ty.primitive_bitwidth
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
         store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
