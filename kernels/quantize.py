@@ -27,9 +27,8 @@ def scale_of(amax_ptr, count, MOST: tl.constexpr, PADDED: tl.constexpr):
     at = tl.arange(0, PADDED)
     bits = tl.load(amax_ptr + at, mask=at < count, other=0.0).to(tl.int32, bitcast=True)
     amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
-    scale = tl.minimum(
-        tl.div_rn(MOST + amax * 0.0, amax), 3.4028234663852886e38
-    )  # of tiny elements it would be infinite
+    # of tiny elements it would be infinite
+    scale = tl.minimum(tl.div_rn(MOST + amax * 0.0, amax), 3.4028234663852886e38)
     return tl.where(amax == 0.0, 1.0, tl.where(amax < float("inf"), scale, float("nan")))
 
 

@@ -92,9 +92,8 @@ def norm_all_gather_linear(
     """(y, h or None) of x by the norm of `linear` and all_gather_linear, whose arguments the others are. h: with wants_h."""
     gamma, beta = linear.layer_norm_weight, linear.layer_norm_bias
     if gamma.requires_grad and not x_shard_m.requires_grad and torch.is_grad_enabled():
-        x_shard_m = (
-            x_shard_m.detach().requires_grad_()
-        )  # the plan is that of a product whose operand, h, gets a gradient
+        # the plan is that of a product whose operand, h, gets a gradient
+        x_shard_m = x_shard_m.detach().requires_grad_()
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
     y, *h = _apply_norm_all_gather(x_shard_m, w_shard_n, bias, gamma, beta, linear.overlap.norm, op, wants_h)
     return y, h[0] if h else None

@@ -167,14 +167,14 @@ class Launch:
     constants: dict[str, Any]
     replaced: tuple[tuple[str, ...], ...] = ()
 
-    def through_triton(self) -> Any:
-        """Launch the kernel through Triton, which compiles it if it has not yet. Returns what Triton has compiled."""
-        return self.kernel[self.grid](**self.arguments, **self.constants)
+    def through_triton(self) -> None:
+        """Launch the kernel through Triton, which compiles it if it has not yet."""
+        self.kernel[self.grid](**self.arguments, **self.constants)
 
 
 class Launcher:
-    """What all launches of a device share. verifier: knows the compiled kernels that have been checked. entries: how kernels
-    that have run are launched."""
+    """What all launches of a device share. verifier: knows the compiled kernels that have been checked. entries: how they are
+    launched."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver

@@ -17,6 +17,7 @@ from ..group.registry import DOMAIN_WIDE, domain_of
 from ..select import table
 from ..select.autotune import Autotune
 from ..select.table import Table
+from ..warn import warn_user
 from .launch import is_interpreted
 from .plan import Plan, error_on_device, make_plan
 from .planned import Planned, PlannedOp
@@ -115,9 +116,7 @@ class PlanCache:
         else:
             prepare(domain, planned.request, problem, name, _trained(x, w))
             if domain.on_gpu:
-                from .rehearsal import compile_ahead
-
-                compile_ahead(domain, planned.plan, x, w, bias)
+                _compile_ahead(domain, planned.plan, operands, name)
         for agreed in (any_rows, these_rows):
             self.agreed.put(agreed, True)
         return self.plans.put(key, {layout: planned})[layout]
@@ -179,6 +178,16 @@ def made_cache(domain: OverlapDomain | None) -> PlanCache | None:
     """The plans of a domain, if it is made and has had a call. Does not communicate."""
     cache = None if domain is None else _caches.get(domain.group)
     return None if cache is None or cache.domain is not domain else cache
+
+
+def _compile_ahead(domain: OverlapDomain, plan: Plan, operands: Operands, name: str) -> None:
+    """Start to compile what calls launch. Whatever goes wrong, launches do it: peers have agreed on the call, and come to it."""
+    try:
+        from .rehearsal import compile_ahead
+
+        compile_ahead(domain, plan, *operands)
+    except Exception as error:
+        warn_user(f"{name}: its kernels are compiled only as they are launched: {error!r}")
 
 
 def op_of(

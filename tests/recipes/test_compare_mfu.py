@@ -123,6 +123,11 @@ def test_all_variants_train_the_same_model_on_the_same_data(ended: dict[str, End
         assert losses[first] == pytest.approx(ended["tp"].row("megatron", layers)["losses"], rel=1e-5)
 
 
+def test_a_variant_in_fp8_rounds_to_fp8(ended: dict[str, Ended]) -> None:
+    losses = [ended["off"].row(variant)["losses"] for variant in ("overlap", "overlap_fp8")]
+    assert losses[1] != pytest.approx(losses[0], rel=1e-5)
+
+
 def test_a_model_that_does_not_fit_ends_the_program_and_leaves_the_rows_before_it(ended: dict[str, Ended]) -> None:
     assert "CUDA out of memory" in ended["fused"].refusal and "name fewer (--variants)" in ended["fused"].output
     assert [row["layers"] for row in ended["fused"].rows] == [1, 1]

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +22,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from triton.runtime._async_compile import active_mode
 
 from overlap_train.config import OverlapConfig
 from overlap_train.gpu import compiling as under_test
@@ -28,6 +36,7 @@ from overlap_train.group.workspace import Workspace
 from overlap_train.linear import column_backward, column_forward, row_backward, row_forward
 from overlap_train.ops.gemm_ar import all_reduced
 from overlap_train.ops.plan import Plan, make_plan
+from overlap_train.ops.plan_cache import PlanCache
 from overlap_train.ops.planned import PlannedOp
 from overlap_train.ops.rehearsal import _NoCopies, compile_ahead, launches_of
 from overlap_train.ops.spec import (
@@ -57,7 +66,7 @@ class Domain(OverlapDomain):
         self.rank, self.world_size, self.device, self.on_gpu = 1, 2, torch.device("cuda", 0), True
         self.config, self.layout = OverlapConfig(), Layout(2, 1 << 20, 1 << 22)
         self.fault = FaultRecord(torch.device("cpu"), 1, 1.0)
-        self.nodes: Any = SimpleNamespace(topology=Topology(1, 2, 1))
+        self.nodes: Any = SimpleNamespace(topology=Topology(1, 2, 1), problem=None)
         self.engine, self.launcher, self.in_use = Engine(), object(), threading.RLock()  # type: ignore[assignment]
         self.closed = self.graphed = self.captured = False
         self.agreement: Any = SimpleNamespace(peers=SimpleNamespace(takes_back=False))
@@ -70,7 +79,7 @@ class Domain(OverlapDomain):
 
 def _run(op: PlannedOp, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Forward and backward, as the autograd functions make them."""
-    dw: Any = SimpleNamespace(add=lambda dy, x: None)
+    dw: Any = SimpleNamespace(add=lambda dy, x: None, is_delayed=False)
     spec, domain = op.plan.spec, op.domain
     if spec == ALL_GATHER_LINEAR:
         y, kept = column_forward(op, x, w, bias)
@@ -146,9 +155,9 @@ def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool) -> tu
         bias = torch.zeros(N, dtype=torch.bfloat16) if has_bias else None
         plan = _plan(domain, spec, OverlapConfig(method=method, gathered_input=gathered_input), x, w)
         compile_ahead(domain, plan, x, w, bias)
-        under_test._mode().executor.shutdown()
+        for future in under_test._mode().future_kernels.values():
+            future.result()
         ahead = len(started)
-        under_test._mode().executor = ThreadPoolExecutor(1)
         with torch.no_grad():
             _run(PlannedOp(domain, plan, "linear", (), True), x.detach(), w.detach(), bias)
     return ahead, len(launches), len(started) - ahead
@@ -185,42 +194,118 @@ def test_nothing_is_compiled_for_what_is_not_sent() -> None:
     assert not launches_of(domain, plan, x, w, None)
 
 
-def _together(key_of: Any, count: int = 3) -> int:
-    """How many of `count` threads were at most in a compilation at once. key_of: by the number of the thread."""
-    inside, most, guard = 0, 0, threading.Lock()
+@pytest.mark.usefixtures("hopper_gpu")
+def test_a_rank_that_cannot_compile_ahead_goes_on() -> None:
+    """Its peers have agreed on the call, and would wait for it."""
+    x, w = torch.zeros(ROWS, K, dtype=torch.bfloat16), torch.zeros(N, K, dtype=torch.bfloat16)
+    cache, config = PlanCache(Domain(), UNTUNED), OverlapConfig(method="chunked")
+    told = ALL_GATHER_LINEAR, (x, w, None), config
+    with (
+        mock.patch("overlap_train.ops.plan_cache.prepare"),
+        mock.patch("overlap_train.ops.rehearsal.compile_ahead", side_effect=RuntimeError("can't start new thread")),
+        pytest.warns(UserWarning, match="qkv: its kernels .*can't start new thread"),
+    ):
+        planned = cache.agree(cache.look_up(*told, False)[0], *told, "qkv")
+    assert cache.look_up(*told, False)[1] is planned
 
-    def compile_fn() -> None:
-        nonlocal inside, most
-        with guard:
-            inside += 1
-            most = max(most, inside)
-        time.sleep(0.1)
-        with guard:
-            inside -= 1
 
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(lambda number: under_test._compile_once(key_of(number), compile_fn), range(count)))
-    return most
+def _in_three_threads(key_of: Callable[[int], str], compile_fn: Callable[[], Any]) -> None:
+    """Compile in three threads at once. key_of: by the number of the thread."""
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda number: under_test._compile_once(key_of(number), compile_fn), range(3)))
+
+
+def _meet() -> Callable[[], int]:
+    """A compilation that ends when three threads are in it."""
+    return threading.Barrier(3, timeout=30).wait
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the folder of the lock files is made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
 
-
-@pytest.mark.usefixtures("cache")
+@pytest.mark.usefixtures("locks")
 def test_a_kernel_is_compiled_by_one_at_a_time_and_others_beside_it() -> None:
-    assert _together(lambda number: "kernel") == 1
-    assert _together(str) == 3
+    alone = threading.Lock()
+
+    def compile_fn() -> None:
+        assert alone.acquire(blocking=False), "another one is in here"
+        time.sleep(0.1)
+        alone.release()
+
+    _in_three_threads(lambda number: "kernel", compile_fn)
+    _in_three_threads(str, _meet())
 
 
-@pytest.mark.usefixtures("cache")
+def test_lock_files_are_the_users_own(locks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user may have been first to make the folder."""
+    _in_three_threads(str, _meet())
+    (folder,) = locks.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and len(list(folder.iterdir())) == 3
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    _in_three_threads(lambda number: "kernel", _meet())
+
+
+@pytest.mark.usefixtures("locks")
 @pytest.mark.parametrize(
     "refusal", [OSError(errno.ENOLCK, "no locks"), BlockingIOError("held by a rank that was stopped")]
 )
 def test_without_a_lock_each_compiles_alone(refusal: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=refusal))
     monkeypatch.setattr(under_test, "_PATIENCE_S", 0.05)
-    assert _together(lambda number: "kernel") == 3
+    _in_three_threads(lambda number: "kernel", _meet())
+
+
+class Kernel:
+    """What Triton's kernels do when they are asked for: compile, or let the scope around compile."""
+
+    def __init__(self, key: str, compile_fn: Callable[[], Any]) -> None:
+        self.key, self.compile_fn = key, compile_fn
+
+    def warmup(self, grid: tuple[int]) -> Any:
+        mode = active_mode.get()
+        return self.compile_fn() if mode is None else mode.submit(self.key, self.compile_fn, lambda binary: None)
+
+
+@pytest.mark.usefixtures("locks")
+def test_a_failure_that_passes_is_not_kept() -> None:
+    compile_fn = mock.Mock(
+        side_effect=[OSError(errno.ENOSPC, "disk full"), OSError(errno.ENOSPC, "disk full"), "binary"]
+    )
+    kernel = Kernel("of a full disk", compile_fn)
+    with pytest.raises(OSError, match="disk full"):
+        under_test.compiled(kernel, (1,), {}, {})
+    assert under_test.compiled(kernel, (1,), {}, {}) == "binary"
+
+
+ENDS = """
+import atexit, fcntl, os, threading
+from overlap_train.gpu import compiling
+from tests.unit.test_compiling import Kernel
+
+def compile_fn():
+    begun.set()
+    threading.main_thread().join()
+    os.write(1, b"compiled\\n")
+
+begun, compiling._PATIENCE_S = threading.Event(), 1e9
+held = compiling._lock_file("0").open("w")  # as by a rank that was stopped
+fcntl.flock(held, fcntl.LOCK_EX)
+for number in range(3 * compiling._AT_ONCE):
+    compiling.start(Kernel(str(number), compile_fn), (1,), {}, {})
+begun.wait()
+atexit.register(lambda: print(compiling.compiled(Kernel("last", lambda: "at the end"), (1,), {}, {})))
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_waits_for_what_is_being_compiled_and_no_more(locks: Path) -> None:
+    environment, folder = os.environ | {"TMPDIR": str(locks)}, Path(__file__).parents[2]
+    command = [sys.executable, "-c", ENDS]
+    ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    *compiled, last = ended.stdout.splitlines()
+    assert (ended.returncode, last) == (3, "at the end"), ended.stderr
+    assert 0 < len(compiled) <= under_test._AT_ONCE

@@ -197,8 +197,10 @@ WIDE = {"BLOCK_K": 128}  # panels of one-byte operands
 E4M3, GRADIENTS = ("fp8e4nv", "fp8e4nv"), ("fp8e5", "fp8e4nv")
 ONE_BYTE = [
     ("hopper_all_gather_gemm", E4M3, WIDE | {"SCALING": TENSORS}),
+    ("hopper_all_gather_gemm", E4M3, WIDE | {"SCALING": TENSORS, "bias": True}),
     ("hopper_all_gather_gemm", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": True}),
     ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": TENSORS, "DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": TENSORS, "DIRECT": False, "bias": True}),
     ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False}),
 ]
 

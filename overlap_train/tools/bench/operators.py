@@ -121,7 +121,7 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
             baselines.pop("async_tp", None)
         head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
         head |= {"dtype": str(session.dtype).removeprefix("torch."), **between}
-        head |= {"fp8": True} if session.fp8 else {}
+        head |= {"fp8": True} if inputs.first.left.itemsize == 1 else {}
         columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
         yield Contest(case.name, head, flops, inputs, ours(case, inputs.first, domain, session), baselines, columns)
         del inputs, baselines  # before the next come
