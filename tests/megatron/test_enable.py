@@ -220,6 +220,14 @@ REFUSED = {
 
 
 @on_ranks
+def test_fp8_of_transformer_engine_needs_it() -> None:
+    model = gpt(PLAIN)
+    model.config.fp8, model.config.fp8_recipe = "hybrid", "tensorwise"
+    with pytest.raises(ValueError, match=r"fp8='hybrid' in the.*only TransformerEngine's"):
+        enable(model, OverlapConfig())
+
+
+@on_ranks
 def test_settings_that_rule_out_overlap() -> None:
     for field, (value, rule) in REFUSED.items():
         model = gpt(PLAIN)

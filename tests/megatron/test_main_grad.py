@@ -10,6 +10,7 @@ import torch
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import provide_accumulation_fusion
 from tests.megatron.linears import OFFLOADED, Pair, column_pair, fall_back, integers, row_pair, run
+from tests.megatron.te_stand_in import WeightGradStore
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.workers import Workers, on_ranks
 
@@ -178,6 +179,29 @@ def a_gradient_that_is_taken(kind: str) -> None:
     assert (weight.main_grad == START).all() and not weight.grad_added_to_main_grad
 
 
+def delayed(kind: str) -> None:
+    """Two micro-batches leave their products to the weight's store: nothing is added before it is emptied, then all."""
+    for main_grad in ("accumulate", "off"):
+        pair, x = make(kind, main_grad=main_grad)
+        expected, weight, store = expected_gradient(pair, x), pair.overlapped.weight, WeightGradStore(True)
+        as_in_ddp(weight)
+        weight.wgrad_store = store
+        for _ in range(2):
+            run(pair.overlapped, x)
+            assert weight.grad_added_to_main_grad == (main_grad == "accumulate")
+            assert main_grad == "accumulate" or weight.grad is None
+            weight.grad = None
+        assert (weight.main_grad == START).all()
+        for _ in range(2):
+            store.pop()
+        found = weight.main_grad - START if main_grad == "accumulate" else weight.grad
+        assert torch.equal(found, 2 * expected) and not found.requires_grad
+        store.is_enabled = False
+        run(pair.overlapped, x)
+        found = weight.main_grad - START if main_grad == "accumulate" else weight.grad
+        assert torch.equal(found, 3 * expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fusion", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(("main_grad", "dtype"), GRADIENTS, ids=str)
@@ -243,6 +267,7 @@ def fused_by_fsdp(kind: str) -> None:
         hooks_of_a_user,
         a_hook_between_two_micro_batches,
         a_gradient_that_is_taken,
+        delayed,
         fsdp,
         mixed_where_an_embedding_shares_the_weight,
         fused_by_fsdp,

@@ -101,6 +101,20 @@ def test_ten_steps_in_fp8_follow_those_without() -> None:
         assert "not in fp8: the output layer" in said["output"]
 
 
+@on_ranks
+def test_rows_that_fp8_does_not_take_are_refused_or_megatrons() -> None:
+    for on_unsupported in ("error", "fallback"):
+        model = gpt(Recipe(LLAMA, overlap=OverlapConfig(fp8="tensorwise", on_unsupported=on_unsupported)))
+        text, positions = torch.zeros(1, 6, dtype=torch.long), torch.arange(6)[None]
+        if on_unsupported == "error":
+            with pytest.raises(ValueError, match="fp8 with 6 rows of all ranks"):
+                model(text, positions, None)
+            continue
+        model(text, positions, None)
+        reasons = {row.reason for row in report(model).linears if row.slot != "output"}
+        assert all("fp8 with 6 rows" in reason for reason in reasons), reasons
+
+
 @pytest.mark.parametrize(
     ("settings", "microbatches", "made"),
     [({}, 4, 8), ({}, 1, 8), (FULL_RECOMPUTE, 4, None), (FULL_RECOMPUTE, 1, None)],
