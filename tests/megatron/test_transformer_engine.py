@@ -1,4 +1,5 @@
-"""Models of Megatron's TransformerEngine spec (over a stand-in) train the same with overlap and without, and over Ulysses."""
+"""Models of Megatron's TransformerEngine spec (over a stand-in) train the same with overlap and without, over Ulysses, and with
+experts by each of Megatron's schedules."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 from tests.megatron import te_stand_in
 from tests.processes import failed_checks, run_ranks, values
 
-NAMES = (
+DENSE = (
     "training_with_overlap_is_training_without",
     "fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engines",
     "a_step_makes_each_weight_in_fp8_once",
@@ -21,6 +22,12 @@ NAMES = (
     "rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there",
     "other_layers_are_left_to_their_core_attention",
 )
+EXPERTS = (
+    "mixtral_trains_by_all_schedules",
+    "qwen3_trains_by_all_schedules",
+    "deepseek_trains_by_all_schedules",
+    "shared_experts_that_hide_the_exchange_of_others_stay_megatrons",
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +36,7 @@ def failures() -> list[dict[str, str]]:
     return values(run_ranks(2, everything, limit_s=250.0))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DENSE + EXPERTS)
 def test_models_of_transformer_engine(failures: list[dict[str, str]], name: str):
     for failed in failures:
         assert failed.get(name) is None, failed[name]
@@ -37,6 +44,7 @@ def test_models_of_transformer_engine(failures: list[dict[str, str]], name: str)
 
 def everything(rank: int, world: int) -> dict[str, str]:
     te_stand_in.install()
-    from tests.megatron import te_models
+    from tests.megatron import expert_models, te_models
 
-    return failed_checks({name: getattr(te_models, name) for name in NAMES})
+    checks = {name: getattr(te_models, name) for name in DENSE}
+    return failed_checks(checks | {name: getattr(expert_models, name) for name in EXPERTS})
