@@ -3,8 +3,8 @@
 Operators are numbered. Whoever has received the blocks of operator n from every peer knows that every peer is done with
 operator n - 1: a peer sends blocks of n only after finishing n - 1. In operator n + 1 the slots of n - 1 and before are free.
 So three slots suffice for two calls an operator, as in a column linear's backward, then one: all that a dense GPT does. Between
-two operators of two calls each there is a barrier. An operator whose second call sends what follows from all blocks of its first
-counts as one call: its first call frees the slots before it, and its second says that peers have read the first.
+two operators of two calls each there is a barrier. A call may send what follows from all blocks of the call before it in the same
+operator. Then that one frees the slots of earlier operators, and this one says that peers have read that one: they count as one.
 
 An operator may begin ahead: it sends its blocks before what the running one receives is read. So a peer that has sent blocks of n
 ahead has read those of n - 2, but perhaps not of n - 1. Before a rank sends n + 1, it waits for the first block of n from every
@@ -55,10 +55,9 @@ class SlotUse:
         self.free = [slot for slot, user in enumerate(self._last_used) if user <= self._sent_after]
 
     def receive_first(self, slot: int) -> None:
-        """As receive, in the first of two calls, which took `slot`. In the next operator its readers are done: what comes second
-        follows from what they have read."""
+        """As receive, where a call follows from the one that took `slot`: when that has come, too, its readers are done."""
         self.receive()
-        self._last_used[slot] = self._operator - 1
+        self._last_used[slot] = self._sent_after
 
     def take(self) -> int:
         """The first free slot, for a call of this operator: the same slots again and again, as far as that goes."""
@@ -127,7 +126,8 @@ class Workspace:
         self.use.begin_ahead()
 
     def receive_first(self) -> None:
-        """What the call that was opened last receives has come from every peer, and what this rank sends next follows from it."""
+        """What the call that was opened last receives has come from every peer, and what this rank sends next follows from it:
+        once that has come from every peer, the slot is free, in this operator or the next."""
         self.use.receive_first(self.slots.index(self._last.slot))
 
     def open(self, block_shape: torch.Size, dtype: torch.dtype, tag: Tag, chunks: int = 1) -> Call:

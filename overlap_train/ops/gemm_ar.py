@@ -2,8 +2,9 @@
 
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
-Few rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in a fixed order.
-Either way the ranks have the same bits, on every run.
+In a forward pass nothing is: there the rows go in two halves, and sums of the first travel under the product of the second. Few
+rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in a fixed order. Either
+way the ranks have the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def all_reduced(
             partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
             total = partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32)
             return (total if bias is None else total.add_(bias)).to(partial.dtype)
+    if plan.halves:
+        return _in_halves(op, a_mk, b_kn, bias)
     missing = -rows % domain.world_size
     with scope:
         a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
@@ -54,3 +57,21 @@ def all_reduced(
             meanwhile()
         y = gather.gathered_copy()
     return y.resize_(rows, y.shape[1]) if missing else y
+
+
+def _in_halves(op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y, in one operator of four calls. Its last takes the slot of its first: peers have read that when they send their third."""
+    domain, plan, tags = op.domain, op.plan, op.tags
+    assert plan.gather is not None
+    y = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1])
+    (a_first, a_second), (y_first, y_second) = a_mk.chunk(2), y.chunk(2)
+    with op.forward:
+        sums_first = plan.fprop.start(domain, tags.fprop, a_first, b_kn, bias).finish()
+        domain.workspace.receive_first()
+        gather = plan.gather.start(domain, tags.wgrad, sums_first)
+        scatter = plan.fprop.start(domain, tags.fprop, a_second, b_kn, bias)
+        y_first.copy_(gather.gathered_view())
+        sums_second = scatter.finish()
+        domain.workspace.receive_first()
+        y_second.copy_(plan.gather.start(domain, tags.wgrad, sums_second).gathered_view())
+    return y

@@ -18,7 +18,7 @@ from ..group.signals import Tag
 from ..group.slots import SLOTS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
-from ..select.choose import Choice, alone, choose
+from ..select.choose import Choice, alone, choose, gains_by_halves
 from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal, sends_at_once
 from ..select.table import Table
 from ..select.tiles import (
@@ -194,7 +194,7 @@ class Plan:
     amax: in fp8, how ranks tell each other the largest elements of what is gathered.
 
     Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
-    send all their partials instead.
+    send all their partials instead. halves: the rows go in two halves, and these are passes of one.
     """
 
     spec: OperatorSpec
@@ -207,6 +207,7 @@ class Plan:
     dtype: torch.dtype
     gather: EnginePlan | None = None
     one_shot: bool = False
+    halves: bool = False
     amax: EnginePlan | None = None
 
     @property
@@ -268,9 +269,11 @@ def _all_reducing(
     choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True)
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
-    plan = planner.plan(choice, pass_, x.device, w)
+    halves = not spec.sends_input and x.shape[:-1].numel() % (2 * topology.world) == 0
+    halves = halves and gains_by_halves(pass_, choice.how, x.device, topology.nodes)
+    plan = planner.plan(choice, replace(pass_, m=pass_.m // 2) if halves else pass_, x.device, w)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
-    world, received = topology.world, spec.slot_bytes(x, w, topology.world)
+    world, received = topology.world, spec.slot_bytes(x, w, topology.world) // (1 + halves)
     words = flagged_bytes(received * world, world)
     fits = SLOTS * words <= config.symmetric_mib << 20 and refusal(spec.name, plan.kind, words) is None
     one_shot = plan.method == LOW_LATENCY and sends_at_once(received, world) and fits
@@ -282,7 +285,7 @@ def _all_reducing(
         slot_bytes=received if sends and plan.method not in ("collective", LOW_LATENCY) else 0,
         flagged_bytes=by_words * (words if one_shot else flagged_bytes(received, world)),
     )  # fmt: skip
-    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, gather, one_shot)
+    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, gather, one_shot, halves)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

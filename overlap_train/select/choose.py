@@ -137,6 +137,20 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
     return Choice(how, f"auto: not tuned: {why}")
 
 
+def gains_by_halves(pass_: Pass, how: Method, device: torch.device | System, nodes: int) -> bool:
+    """Whether an all-reduce takes less time in two halves of its rows: what gathers the sums of the first runs under the product
+    of the second. CPU processes run as what is asked of them most."""
+    system, reach, half = System.of(device), reach_of(nodes), replace(pass_, m=pass_.m // 2)
+    if nodes > 1 or not (how.pushes or how.multiplies):
+        return False
+    if system.type != "cuda":
+        return True
+    whole_us, half_us = (
+        reach.with_gather(reach.estimate(one, how, system), one, how, system).device_us for one in (pass_, half)
+    )
+    return reach.estimate(half, how, system).device_us + half_us < (1 - NOISE) * whole_us
+
+
 def _is_narrow(pass_: Pass, system: System) -> bool:
     """Whether a GEMM is long and its weight narrow, as that of an output layer is."""
     short, long = sorted((pass_.n, pass_.k))

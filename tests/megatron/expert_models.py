@@ -1,5 +1,4 @@
-"""Models with experts, of Megatron's TransformerEngine spec, checked on each rank of test_transformer_engine.py, where TE is there
-already.
+"""Models with experts, of Megatron's TransformerEngine spec, checked on each rank of test_transformer_engine.py, where TE is.
 
 Two layers of a few numbers, TP 2 x EP 2; the rest is as in Mixtral 8x7B, Qwen3-30B-A3B and DeepSeek-V3: which linears there are,
 and what is normalised.

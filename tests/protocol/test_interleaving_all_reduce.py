@@ -94,6 +94,7 @@ FAULTS: dict[str, tuple[Plant, Simulation]] = {
     "the result is read before the sums are there": (hook.left_out("wait_kernel"), StreamSimulation(3)),
     "sums of the call before": (hook.pushes(hook.with_the_last_epoch), Simulation(3)),
     "sums lie where partial sums do": (hook.slots_overlap(2), Simulation(3)),
+    "sums take the slot of what they are sums of": (hook.taken_at_once, Simulation(3)),
 }
 
 

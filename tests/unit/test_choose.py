@@ -16,10 +16,10 @@ import torch
 from overlap_train import OverlapConfig, choose
 from overlap_train.config import METHODS
 from overlap_train.ops.plan import make_plan
-from overlap_train.ops.spec import LINEAR_ALL_REDUCE
+from overlap_train.ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.select.choose import alone, fastest
+from overlap_train.select.choose import alone, fastest, gains_by_halves
 from overlap_train.select.cost import Estimate, Reach
 from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.system import SYSTEMS, System
@@ -72,6 +72,20 @@ def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
     config = OverlapConfig(tune_steps=20)
     plan = make_plan(LINEAR_ALL_REDUCE, config, table, Topology(1, 4, 0), x, w)
     assert plan.fprop is plan.dgrad and plan.fprop.reason.endswith("; tune_steps measures no all-reduce")
+
+
+def test_rows_of_an_all_reduce_go_in_halves_where_the_gather_is_long_enough_to_hide() -> None:
+    fused = Method("fused")
+    assert gains_by_halves(FC2, fused, H200, 1) and not gains_by_halves(replace(FC2, m=2048), fused, H200, 1)
+    assert not gains_by_halves(FC2, Method("collective"), H200, 1) and not gains_by_halves(FC2, fused, H200, 2)
+    w = torch.empty(4096, 64, device="meta")
+    for spec, rows, halves in (
+        (LINEAR_ALL_REDUCE, 16, True),
+        (LINEAR_ALL_REDUCE, 12, False),
+        (LINEAR_DGRAD_ALL_REDUCE, 16, False),
+    ):
+        x = torch.empty(rows, 64, device="meta")
+        assert make_plan(spec, OverlapConfig(method="chunked"), {}, Topology(1, 4, 0), x, w).halves == halves
 
 
 def test_long_products_with_a_narrow_weight_are_the_librarys() -> None:
