@@ -266,10 +266,10 @@ def _all_reducing(
     measurements of scatters say half."""
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
-    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True)
+    halves = not spec.sends_input and x.shape[:-1].numel() % (2 * topology.world) == 0
+    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=halves)
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
-    halves = not spec.sends_input and x.shape[:-1].numel() % (2 * topology.world) == 0
     halves = halves and gains_by_halves(pass_, choice.how, x.device, topology.nodes)
     plan = planner.plan(choice, replace(pass_, m=pass_.m // 2) if halves else pass_, x.device, w)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))

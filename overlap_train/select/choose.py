@@ -90,11 +90,17 @@ class Choice:
 
 
 def choose(
-    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False
+    requested: str,
+    pass_: Pass,
+    device: torch.device | System,
+    table: Table,
+    nodes: int = 1,
+    all_reduces: bool | None = None,
 ) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
-    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again.
+    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;
+    True: its rows may go in two halves.
     """
     system = _system_of(pass_, device)
     winner = winner_of(pass_, system, table)
@@ -115,7 +121,7 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winne
     return winner if fits else None
 
 
-def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False) -> Choice:
+def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool | None = None) -> Choice:
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
     estimated to be faster. all_reduces: see choose."""
     system, reach = System.of(device), reach_of(nodes)
@@ -127,9 +133,10 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
     took = {}
     for name in fits:
         how = with_options(name, pass_, system, nodes=nodes)
-        one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
-        if all_reduces:
-            one = reach.with_gather(one, pass_, how, system)
+        if all_reduces is None:
+            one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
+        else:
+            one = reach.all_reduce(pass_, how, system, all_reduces and gains_by_halves(pass_, how, system, nodes))
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
@@ -138,17 +145,14 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
 
 
 def gains_by_halves(pass_: Pass, how: Method, device: torch.device | System, nodes: int) -> bool:
-    """Whether an all-reduce takes less time in two halves of its rows: what gathers the sums of the first runs under the product
-    of the second. CPU processes run as what is asked of them most."""
-    system, reach, half = System.of(device), reach_of(nodes), replace(pass_, m=pass_.m // 2)
+    """Whether an all-reduce takes less time in two halves of its rows. On CPU processes they always go so."""
+    system, reach = System.of(device), reach_of(nodes)
     if nodes > 1 or not (how.pushes or how.multiplies):
         return False
     if system.type != "cuda":
         return True
-    whole_us, half_us = (
-        reach.with_gather(reach.estimate(one, how, system), one, how, system).device_us for one in (pass_, half)
-    )
-    return reach.estimate(half, how, system).device_us + half_us < (1 - NOISE) * whole_us
+    whole, halves = (reach.all_reduce(pass_, how, system, halves).device_us for halves in (False, True))
+    return halves < (1 - NOISE) * whole
 
 
 def _is_narrow(pass_: Pass, system: System) -> bool:

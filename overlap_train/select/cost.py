@@ -11,7 +11,7 @@ of a block:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -75,9 +75,18 @@ class Reach:
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
-    def with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
-        """An all-reduce: what the scatter takes, and the gather of its sums. NCCL does both in one call. Words go on as words, or
-        have sent all partial sums before. All others are copies."""
+    def all_reduce(self, pass_: Pass, how: Method, system: System, halves: bool = False) -> Estimate:
+        """A scatter and the gather of its sums. halves: the rows go in two halves; the gather of the first runs under the product
+        of the second."""
+        part = replace(pass_, m=pass_.m // 2) if halves else pass_
+        scatter = self.estimate(part, how, system)
+        whole = self._with_gather(scatter, part, how, system)
+        if not halves:
+            return whole
+        return Estimate(scatter.device_us + whole.device_us, 2 * whole.host_us)
+
+    def _with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
+        """NCCL does both in one call. Words go on as words, or have sent all partial sums before. All others are copies."""
         received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
             calls, us = 0, nccl_us

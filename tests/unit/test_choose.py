@@ -63,7 +63,7 @@ def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
     """No measurement of a scatter decides."""
     few, table = replace(FC2, m=1024, world=8), table_of(Winner(FC2, Method("direct"), {}))
     assert choose("auto", FC2, H200, {}, all_reduces=True).method == "fused"
-    assert [choose("auto", few, H200, {}, all_reduces=both).method for both in (False, True)] == [
+    assert [choose("auto", few, H200, {}, all_reduces=how).method for how in (None, False)] == [
         "direct",
         "collective",
     ]
