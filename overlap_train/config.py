@@ -76,9 +76,9 @@ class OverlapConfig:
     )
     fp8: str = _setting(
         "off",
-        "multiply in fp8 and gather one byte an element, with one scale for each tensor (tensorwise): inputs and weights in "
-        "e4m3, gradients in e5m2. Not the output layer",
-        ("off", "tensorwise"),
+        "multiply in fp8 and gather one byte an element, with one scale for each tensor: inputs and weights in e4m3, gradients "
+        "in e5m2 (tensorwise) or e4m3, too (tensorwise_e4m3). Not the output layer",
+        ("off", "tensorwise", "tensorwise_e4m3"),
     )
     provider: str = _setting(
         "auto",

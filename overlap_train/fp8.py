@@ -1,8 +1,8 @@
 """Column and row linears in fp8: their passes and autograd functions; see linear.py for those of other dtypes.
 
     y = x8 @ w8.T * x_inverse * w_inverse           e4m3 by e4m3
-    dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 by e4m3
-    dw = dy8.T @ x8 * dy_inverse * x_inverse        e5m2 by e4m3
+    dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 (or e4m3) by e4m3
+    dw = dy8.T @ x8 * dy_inverse * x_inverse        e5m2 (or e4m3) by e4m3
 
 What is gathered has one byte an element, and one scale for the shards of all ranks: the largest element of any of them decides.
 Partial sums stay in the dtype of the input, as do results. Tensor cores want both operands along the contraction. So backward
@@ -73,10 +73,11 @@ def column_backward(
     """dx_shard_m [M/W, K], or None. saved: by column_forward. dw: gets the weight gradient; None: it is not wanted."""
     domain, plan, tags, (x8, x_inverse, w_amax) = linear.domain, linear.plan, linear.tags, saved
     dx_shard_m = scatter = gather = None
+    gradient = GRADIENT[plan.config.fp8]
     with linear.backward[wants_dx, dw is not None]:
         if dw is not None and plan.wgrad is not None:
             gather = plan.wgrad.start(domain, tags.wgrad, x8)
-        dy8 = quantized(domain, dy_shard_n, largest(domain, dy_shard_n), GRADIENT, wants_dx, dw is not None)
+        dy8 = quantized(domain, dy_shard_n, largest(domain, dy_shard_n), gradient, wants_dx, dw is not None)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None else plan.dgrad
             w8 = backward_weight(linear, w_shard_n, w_amax)
@@ -115,8 +116,9 @@ def row_backward(
 ) -> torch.Tensor | None:  # fmt: skip
     """dx_shard_k [M, K/W], or None. saved: by row_forward. dw: gets the weight gradient; None: it is not wanted."""
     domain, plan, tags, dx_shard_k, (x8, x_inverse, w_amax) = linear.domain, linear.plan, linear.tags, None, saved
+    gradient = GRADIENT[plan.config.fp8]
     with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
-        dy8 = quantized(domain, dy_shard_m, linear.of_all_ranks(largest(domain, dy_shard_m)), GRADIENT)
+        dy8 = quantized(domain, dy_shard_m, linear.of_all_ranks(largest(domain, dy_shard_m)), gradient)
         gather = plan.dgrad.start(domain, tags.dgrad, dy8.rows)
         if wants_dx:
             w8 = backward_weight(linear, w_shard_k, w_amax)

@@ -47,7 +47,8 @@ def has_ulysses(config: TransformerConfig) -> bool:
 NOTHING: Mapping[str, Any] = {}
 _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 _ONLY_TE = "only TransformerEngine's linears compute in it"
-_OUR_FP8 = "--fp8-format hybrid --fp8-recipe tensorwise without --fp8-param-gather"
+OUR_FP8 = {"hybrid": "tensorwise", "e4m3": "tensorwise_e4m3"}  # Megatron's format -> OverlapConfig.fp8
+_IN_OURS = "--fp8-recipe tensorwise without --fp8-param-gather: in that ours compute, too"
 _ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
 _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
     "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
@@ -55,7 +56,7 @@ _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
         "with it TransformerEngine computes an MLP without calling its linears",
         "--use-transformer-engine-op-fuser",
     ),
-    "fp8": (_ONLY_TE, f"--fp8-format, or take {_OUR_FP8}: in that ours compute, too"),
+    "fp8": (_ONLY_TE, f"--fp8-format, or take {_IN_OURS}"),
     "fp4": (_ONLY_TE, "--fp4-format"),
     "cpu_offloading": (_ON_THE_GPU, "--cpu-offloading-num-layers"),
     "fine_grained_activation_offloading": (_ON_THE_GPU, "--fine-grained-activation-offloading"),
@@ -96,8 +97,8 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
 def is_our_fp8(config: TransformerConfig) -> bool:
     """Whether our operators multiply as TransformerEngine's fp8 of a model does: with one scale a tensor, found in each call. TE
     must be there: it says which layers are in fp8."""
-    recipe = getattr(config, "fp8", None), getattr(config, "fp8_recipe", None)
-    return megatron_te.HAVE_TE and recipe == ("hybrid", "tensorwise") and not getattr(config, "fp8_param", False)
+    one_scale = getattr(config, "fp8", None) in OUR_FP8 and getattr(config, "fp8_recipe", None) == "tensorwise"
+    return megatron_te.HAVE_TE and one_scale and not getattr(config, "fp8_param", False)
 
 
 def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:

@@ -34,7 +34,7 @@ from overlap_train import (
     linear_reduce_scatter,
 )
 from overlap_train.integrations.megatron.conditions import (
-    asks_for_fp8,
+    OUR_FP8,
     attribute,
     bad_combination,
     fallback_reason,
@@ -93,15 +93,11 @@ class LinearOverlap:
     te_is_behind: bool = False
 
     def __post_init__(self) -> None:
-        # By whether the weight gradient goes into main_grad, and whether the product is in fp8.
+        # By whether the weight gradient goes into main_grad, and the product's fp8.
         self._configs = {
-            (adds, in_fp8): replace(
-                self.config,
-                fp8="tensorwise" if in_fp8 else "off",
-                main_grad=self.config.main_grad if adds else "off",
-            )
+            (adds, fp8): replace(self.config, fp8=fp8, main_grad=self.config.main_grad if adds else "off")
             for adds in (True, False)
-            for in_fp8 in (True, False)
+            for fp8 in ("off", *OUR_FP8.values())
         }
 
     def count(self, reason: str | None, group: dist.ProcessGroup | None = None) -> None:
@@ -121,9 +117,10 @@ class LinearOverlap:
         """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
         gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
-        in_fp8 = asks_for_fp8(linear) and not_in_fp8(linear) is None
-        renew_copies(linear, weight, in_fp8)
-        return self._configs[adds, in_fp8]
+        fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None), self.config.fp8)
+        fp8 = "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8
+        renew_copies(linear, weight, fp8 != "off")
+        return self._configs[adds, fp8]
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
         """Return y, and let `on_gradient` be called when the gradient of y arrives."""

@@ -14,7 +14,8 @@ import torch
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 
-FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2  # of inputs and weights, and of gradients
+FORWARD = torch.float8_e4m3fn  # of inputs and weights
+GRADIENT = {"tensorwise": torch.float8_e5m2, "tensorwise_e4m3": torch.float8_e4m3fn}  # by OverlapConfig.fp8
 _PARTS = 128  # about as many as a GPU has SMs, the same on all ranks
 AMAX_BYTES = 4 * _PARTS
 _BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a program reads at once

@@ -96,20 +96,22 @@ def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engine
     fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", attention_dropout=0.0, hidden_dropout=0.0)
     expected = train(model_of(1, 2, **RMS))
     state, losses = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager, {}
-    for enabled, said in ((True, "fp8 tensorwise"), (False, "TransformerEngine leaves this layer out")):
-        state.is_fp8_enabled.return_value = enabled
-        model = model_of(1, 2, **RMS, **fp8)
+    left_out = "TransformerEngine leaves this layer out"
+    for run, said in (("hybrid", "fp8 tensorwise"), ("e4m3", "fp8 tensorwise_e4m3"), (None, left_out)):
+        state.is_fp8_enabled.return_value = run is not None
+        model = model_of(1, 2, **{**RMS, **fp8, "fp8": run or "hybrid"})
         quietly_enable(model, OverlapConfig())
         with patch("megatron.core.fp8_utils.get_fp8_recipe"):  # which asks for a newer version than the stand-in's
-            losses[enabled] = train(model)
+            losses[run] = train(model)
         reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
         assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
-    assert losses[False] == pytest.approx(expected, rel=1e-5)
-    assert losses[True] == pytest.approx(expected, rel=0.02) and losses[True] != pytest.approx(expected, rel=1e-5)
-    for name, value in (("fp8_recipe", "delayed"), ("fp8", "e4m3"), ("fp8_param", True)):
+    assert losses[None] == pytest.approx(expected, rel=1e-5)
+    assert all(losses[run] == pytest.approx(expected, rel=0.02) for run in ("hybrid", "e4m3"))
+    assert len({tuple(of_run) for of_run in (expected, losses["hybrid"], losses["e4m3"])}) == 3
+    for name, value in (("fp8_recipe", "delayed"), ("fp8_param", True)):
         model = model_of(1, 2, **RMS, **fp8)
         setattr(model.config, name, value)
-        with pytest.raises(ValueError, match="hybrid --fp8-recipe tensorwise"):
+        with pytest.raises(ValueError, match="--fp8-recipe tensorwise without"):
             quietly_enable(model, OverlapConfig())
 
 

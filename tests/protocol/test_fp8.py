@@ -35,7 +35,7 @@ SHAPES = (((16,), 32, 48), ((8, 2), 64, 32), ((4, 2, 2), 16, 16))
 
 
 def _case(method: str, dtype: torch.dtype, **settings: Any) -> Case:
-    config = OverlapConfig(method=method, fp8="tensorwise", timeout_s=30.0, **settings)
+    config = OverlapConfig(**{"method": method, "fp8": "tensorwise", "timeout_s": 30.0, **settings})
     return Case(dist.group.WORLD, CPU, config, dtype)
 
 
@@ -50,7 +50,12 @@ def _exactly(rank: int, world: int, method: str, settings: dict[str, Any]) -> in
 
 @pytest.mark.parametrize(
     ("method", "world", "settings"),
-    [("chunked", 3, {}), ("chunked", 2, {"gathered_input": "keep"}), ("collective", 2, {}), ("auto", 4, {})],
+    [
+        ("chunked", 3, {}),
+        ("chunked", 2, {"gathered_input": "keep"}),
+        ("collective", 2, {}),
+        ("auto", 4, {"fp8": "tensorwise_e4m3"}),
+    ],
 )
 def test_integers_exactly(method: str, world: int, settings: dict[str, Any]) -> None:
     assert values(run_ranks(world, _exactly, method, settings, limit_s=60)) == [3] * world
