@@ -71,7 +71,10 @@ step tune-ulysses 60 -m overlap_train tune --model llama3-8b --ulysses --seq 327
 step operators 35 -m overlap_train bench operators --methods auto,fused,direct,chunked --out "$out"
 step layers 50 -m overlap_train bench layers --methods auto,fused,direct,chunked --out "$out"
 te_step layers_te 150 -m overlap_train bench layers --methods auto,direct --out "$out/te"
-step small_m 30 -m overlap_train bench operators --rows 128 256 512 1024 --methods auto,low_latency,direct,collective --out "$out/small_m"
+step small_m 40 -m overlap_train bench operators --rows 128 256 512 1024 --methods auto,low_latency,direct,collective --out "$out/small_m"
+step all_reduce 40 -m overlap_train bench operators --all-reduce --methods auto,fused,direct,chunked --out "$out/all_reduce"
+step all_reduce_small_m 60 -m overlap_train bench operators --all-reduce --rows 1 16 64 128 256 512 \
+  --methods auto,low_latency,direct,collective --out "$out/all_reduce_small_m"
 step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 \
   --shapes llama3-8b --methods auto,fused,direct --out "$out/ragged"
 step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
@@ -87,6 +90,7 @@ step mfu 150 $mfu $big --global-batch-size 4 --quick --variants "$variants" --ou
 [ -z "$big_too" ] || step mfu_70b 120 $mfu $big_too --global-batch-size 4 --quick --variants megatron,chunked,overlap --out "$out/mfu_70b"
 step mfu_s2048 45 $mfu --model llama3-8b --layers 4 --seq-length 2048 --global-batch-size 8 --quick \
   --variants "$graphs" --out "$out/mfu_s2048"
+step mfu_all_reduce 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick --no-sequence-parallel --out "$out/mfu_all_reduce"
 step loss 50 $mfu --model llama3-8b --layers 2 --seq-length 4096 --steps 200 --round-steps 20 --variants megatron,overlap \
   --out "$out/loss"
 # Ulysses over all GPUs, with whole weights on each: five models of 18 GB stand side by side on 2 GPUs. A method that hangs ends
@@ -99,7 +103,7 @@ step loss_ulysses 150 $ulysses --seq-length 4096 --steps 200 --round-steps 20 --
 te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick --variants "$te" --out "$out/mfu_te"
 step lora 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --lora 16 --out "$out/lora"
 step deterministic 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --deterministic --variants megatron,overlap --out "$out/deterministic"
-for folder in "$out" "$out/small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te"; do
+for folder in "$out" "$out/small_m" "$out/all_reduce" "$out/all_reduce_small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

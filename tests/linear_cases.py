@@ -218,6 +218,23 @@ OPERATORS: dict[str, Callable[..., None]] = {"column": column, "row": row, "to_h
 ALL_REDUCING: dict[str, Callable[..., None]] = {"column": all_reduced_column, "row": all_reduced_row}
 
 
+def same_bits(case: Case, rows: int, k: int = 512, n: int = 1024) -> None:
+    """What both operators all-reduce of random numbers, twice: each rank and run has the same bits."""
+    generator, runs = torch.Generator().manual_seed(case.rank), []
+    a, row, column, x = (
+        torch.randn(shape, generator=generator).to(case.device, case.dtype).requires_grad_()
+        for shape in ((rows, k), (n, k), (k, n), (rows, n))
+    )
+    for _ in range(2):
+        y = linear_all_reduce(a, row, group=case.group, config=case.config)
+        hidden = linear_dgrad_all_reduce(x, column, group=case.group, config=case.config)
+        dx, _ = torch.autograd.grad(hidden, (x, column), a)
+        runs.append(torch.stack((y.detach(), dx)).view(torch.uint8))
+    of_ranks = [torch.empty_like(runs[0]) for _ in range(case.world)]
+    dist.all_gather(of_ranks, runs[0], group=case.group)
+    assert all(torch.equal(other, runs[0]) for other in (*of_ranks, runs[1]))
+
+
 def rounding_bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, partials: int) -> torch.Tensor:
     """Elementwise bound on |computed - exact| of a [M, K] @ b [K, N] split into `partials` partial sums.
 

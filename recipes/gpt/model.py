@@ -50,7 +50,7 @@ def build_model(
             bf16=on_gpu,
             params_dtype=torch.bfloat16 if on_gpu else torch.float32,
             tensor_model_parallel_size=settings.tp,
-            sequence_parallel=settings.tp > 1,
+            sequence_parallel=settings.sequence_parallel and settings.tp > 1,
             context_parallel_size=settings.cp,
             cp_comm_type="a2a" if settings.cp > 1 else None,
             # Weights of the small model are drawn on the CPU and then cut, so that they are the same for every

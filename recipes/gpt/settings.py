@@ -71,6 +71,7 @@ class Settings:
     rotary_base: int = 10000
     qk_layernorm: bool = False
     gradient_accumulation_fusion: bool = False
+    sequence_parallel: bool = True
 
     @property
     def vocabulary_rows(self) -> int:

@@ -56,8 +56,9 @@ class Plan:
     model: tuple[str, ...] = option(("llama3-8b",), "what to train", choices=tuple(MODELS))
     layers: tuple[int, ...] = option((), "one number a model; without it, a few", parse=positive_int, metavar="N,...")
     seq_length: int = option(8192, "tokens in a sample", parse=positive_int)
-    tp: int = option(0, "tensor-parallel ranks, with sequence parallelism; 0: all that --cp leaves")
+    tp: int = option(0, "tensor-parallel ranks; 0: all that --cp leaves")
     cp: int = option(1, "context-parallel ranks (Ulysses): each has a part of every sequence", parse=positive_int)
+    no_sequence_parallel: bool = option(False, "every rank has all rows, which linears all-reduce, on all sides")
     lora: int = option(0, "features of low-rank adapters around frozen linears; 0: none", parse=positive_int_or_0)
     deterministic: bool = option(False, "deterministic kernels on all sides: the same bits on every run")
     micro_batch_size: int = option(1, "samples of one forward and backward pass on one rank", parse=positive_int)
@@ -109,6 +110,10 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
     )
     if len(plan.layers) != len(plan.model):
         raise RecipeError(f"--layers has {len(plan.layers)} numbers for {len(plan.model)} models; give one for each")
+    if plan.no_sequence_parallel and plan.cp > 1:
+        raise RecipeError(
+            f"--no-sequence-parallel with --cp {plan.cp}: Ulysses does not overlap without; leave one out"
+        )
     for name in plan.variants:
         if plan.cp > 1 and name.startswith("megatron"):
             instead = name.replace("megatron", "nccl")
@@ -116,6 +121,10 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
         if name in USERBUFFERS and (plan.cp > 1 or len(plan.model) > 1):
             why = "they have no context parallelism" if plan.cp > 1 else "a process can make them for one --model"
             raise RecipeError(f"--variants {name}: {why}; leave it out")
+        if plan.no_sequence_parallel and name in (*USERBUFFERS, "overlap_fp8"):
+            raise RecipeError(
+                f"--variants {name} with --no-sequence-parallel: it needs sequence parallelism; leave it out"
+            )
         if name.startswith("te") and plan.lora:
             raise RecipeError(f"--variants {name}: --lora puts adapters around Megatron-Core's linears; leave it out")
     return plan, overlap
@@ -138,5 +147,6 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         lora=plan.lora,
         deterministic=int(plan.deterministic),
         gradient_accumulation_fusion=plan.weight_gradient_fusion == "on",
+        sequence_parallel=not plan.no_sequence_parallel,
     )
     return resolve(settings, ranks)

@@ -55,7 +55,7 @@ def rows_of(found: Comparison) -> list[Row]:
         "model": settings.model, "title": settings.title, "layers": settings.num_layers, "gpus": world.size,
         "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size, "seq": settings.seq_length, "tp": settings.tp,
         "cp": settings.cp, "lora": plan.lora, "deterministic": plan.deterministic, "peak_tflops": peak,
-        "weight_gradient_fusion": plan.weight_gradient_fusion,
+        "weight_gradient_fusion": plan.weight_gradient_fusion, "sequence_parallel": settings.sequence_parallel,
     }  # fmt: skip
     medians = {name: statistics.median(variant.step_ms) for name, variant in found.variants.items()}
     losses = {name: per_byte(torch.stack(variant.totals)) for name, variant in found.variants.items()}
@@ -109,6 +109,8 @@ def write(plan: Plan, rows: list[Row], world: World) -> str:
         notes.append(
             f"LoRA of {plan.lora} features around every linear of a layer: its weights, and all else, are frozen"
         )
+    if plan.no_sequence_parallel:
+        notes.append("without sequence parallelism: every rank has all rows, which linears all-reduce")
     if plan.deterministic:
         notes.append("deterministic kernels: these times are not those of ordinary training")
     if any(row["variant"].startswith("te") for row in rows):

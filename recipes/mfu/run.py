@@ -13,9 +13,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import layers, mappings
 
 import overlap_train
@@ -144,7 +146,13 @@ def without_communication() -> Iterator[None]:
     What was gathered or scattered earlier stays in the buffers, so that GEMMs have numbers of the usual size: a GPU multiplies
     zeros faster.
     """
+    all_reduce = dist.all_reduce
+
+    def of_others(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:  # activations [s, b, h] are linears'
+        return _Done() if tensor.dim() == 3 else all_reduce(tensor, *rest, **named)
+
     with ExitStack() as patches:
+        patches.enter_context(patch.object(dist, "all_reduce", of_others))
         for module in (layers, mappings):
             for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
                 patches.enter_context(patch.object(module, name, lambda *_, **__: _Done()))

@@ -16,7 +16,7 @@ from overlap_train.group.signals import Tag
 from overlap_train.ops import low_latency
 from overlap_train.select.method import flagged_bytes
 from tests.gpu import test_mismatched_calls
-from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case
+from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case, same_bits
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LARGER = {"few rows": ((64, 1), 4096, 1024), "many parts": ((512, 1), 2048, 256)}
@@ -42,6 +42,12 @@ def test_every_shape_is_exact(few: Case, operator: str, dtype: torch.dtype, gath
 def test_all_reduces_are_exact(few: Case, operator: str) -> None:
     for seed, shape in enumerate(2 * [*(SHAPES | LARGER).values()]):
         ALL_REDUCING[operator](few, *shape, seed=seed, bias=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+def test_all_reduces_have_the_same_bits_on_every_rank_and_run(few: Case, rows: int) -> None:
+    """In one shot; 512 rows of four ranks in two."""
+    same_bits(few, rows)
 
 
 def memory_for(case: Case, received: int) -> OverlapDomain:

@@ -20,7 +20,7 @@ from overlap_train.select.choose import choose
 from overlap_train.select.method import Pass
 from overlap_train.select.table import UNTUNED
 from overlap_train.select.tiles import HOPPER_TILE, SHORTEST_DIRECT, chunk_count, count_waves
-from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound
+from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case, cut_into, poison, rounding_bound, same_bits
 
 SHAPES_OF_TILES = {
     **SHAPES,
@@ -191,6 +191,11 @@ def test_the_same_bits_on_every_run(
         runs.append([y.detach().clone(), z.detach().clone(), x.grad, weight.grad, bias.grad])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 512, 4100])
+def test_all_reduces_have_the_same_bits_on_every_rank_and_run(case: Case, rows: int) -> None:
+    same_bits(case, rows)
 
 
 @pytest.mark.parametrize("operator", [all_gather_linear, linear_reduce_scatter, linear_all_to_all, all_to_all_linear])

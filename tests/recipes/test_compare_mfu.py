@@ -23,6 +23,7 @@ LINES = {
     "tp": f"--model small,small --layers 1,2 {TINY} --variants megatron,nccl,overlap",
     "off": f"--model small --layers 1 {TINY} --variants megatron,overlap,overlap_fp8 --weight-gradient-fusion off",
     "cp": f"--model small --layers 1 {TINY} --cp 2 --variants nccl,chunked,overlap",
+    "all_reduce": f"--model small --layers 1 {TINY} --no-sequence-parallel",
     "lora": f"--model small --layers 1 {TINY} --lora 4 --deterministic",
     "fused": f"--model small,small --layers 1,2 {TINY} --variants megatron,overlap",
 }
@@ -113,7 +114,7 @@ def test_figures_follow_from_times_and_sizes(ended: dict[str, Ended]) -> None:
     assert row["exposed_ms"] < row["forward_backward_ms"]
 
 
-@pytest.mark.parametrize(("key", "layers"), [("tp", 1), ("tp", 2), ("off", 1), ("cp", 1)])
+@pytest.mark.parametrize(("key", "layers"), [("tp", 1), ("tp", 2), ("off", 1), ("cp", 1), ("all_reduce", 1)])
 def test_all_variants_train_the_same_model_on_the_same_data(ended: dict[str, Ended], key: str, layers: int) -> None:
     losses = {row["variant"]: row["losses"] for row in ended[key].rows if row["layers"] == layers}
     first = next(iter(losses))
@@ -121,6 +122,12 @@ def test_all_variants_train_the_same_model_on_the_same_data(ended: dict[str, End
         assert len(found) == 6 == len(set(found)), "of other weights or other data at every step"
         assert found == pytest.approx(losses[first], rel=0.02 if variant == "overlap_fp8" else 1e-5), variant
         assert losses[first] == pytest.approx(ended["tp"].row("megatron", layers)["losses"], rel=1e-5)
+
+
+def test_without_sequence_parallelism_linears_all_reduce(ended: dict[str, Ended]) -> None:
+    assert "fprop GEMM + AR" in ended["all_reduce"].output and "GEMM + AR" not in ended["tp"].output
+    assert [ended[key].row("overlap")["sequence_parallel"] for key in ("tp", "all_reduce")] == [True, False]
+    assert "without sequence parallelism" in ended["all_reduce"].table
 
 
 def test_a_variant_in_fp8_rounds_to_fp8(ended: dict[str, Ended]) -> None:
@@ -144,6 +151,7 @@ def test_the_table_is_narrow_and_says_what_its_figures_mean(ended: dict[str, End
 
 def test_linears_without_communication_multiply_the_same_sizes(workers: Workers) -> None:
     assert workers.call(compute_alone) == [True, True]
+    assert workers.call(all_reduce_alone) == [True, True]
 
 
 def compute_alone() -> bool:
@@ -167,3 +175,26 @@ def compute_alone() -> bool:
     with without_communication():
         found = results(2)
     return all(map(torch.allclose, expected, found))
+
+
+def all_reduce_alone() -> bool:
+    """Without sequence parallelism: this rank's part of dx and of y, while the rest of training adds up."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from mfu.run import without_communication
+    from tests.megatron.models import LLAMA, Recipe, gpt
+
+    model = gpt(Recipe({**LLAMA, "sequence_parallel": False}))
+    column, row = (
+        next(module for module in model.modules() if isinstance(module, kind))
+        for kind in (ColumnParallelLinear, RowParallelLinear)
+    )
+    x, h = torch.randn(4, 2, column.input_size, requires_grad=True), torch.randn(4, 2, row.weight.shape[1])
+    total = torch.ones(2)
+    with without_communication():
+        y = column(x)[0]
+        y.sum().backward()
+        z = row(h)[0]
+        torch.distributed.all_reduce(total)
+    assert total.tolist() == [2.0, 2.0]
+    return torch.allclose(x.grad, torch.ones_like(y) @ column.weight) and torch.allclose(z, h @ row.weight.t())

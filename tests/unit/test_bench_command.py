@@ -92,6 +92,27 @@ def test_operators_in_fp8(script_server: ScriptServer, tmp_path: Path) -> None:
     assert [set(row) == OPERATOR_KEYS | {"fp8"} and row["fp8"] for row in rows_in(tmp_path)] == [True] * 4
 
 
+def test_operators_that_all_reduce(
+    script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any number of rows; the passes that all-reduce only."""
+    arguments = ("--all-reduce", "--shapes", "tiny", "--rows", "1", "15", "--quick", "--out", str(tmp_path))
+    status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
+    assert status == 0, said
+    rows = rows_in(tmp_path)
+    assert {(row["op"], row["pass"], row["m"], row["method"]) for row in rows} == {
+        (op, pass_, m, method)
+        for op, pass_ in (("dgrad_ar", "dgrad"), ("gemm_ar", "fprop"))
+        for m in (1, 15)
+        for method in ("chunked", "collective")
+    }
+    assert all(set(row) == OPERATOR_KEYS and row["async_tp_ms"] is None for row in rows)
+    assert drawn(tmp_path, capsys) == ["speedup.png"]
+    assert cli.main(["plan", "--check", str(tmp_path), "--system", "h200"]) == 2, (
+        "no estimate of a scatter stands for it"
+    )
+
+
 def test_operators_across_nodes(
     script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +148,7 @@ def test_a_wrong_result_is_refused(script_server: ScriptServer, tmp_path: Path) 
         ("operators --methods fast", "'fast' is not one of"),
         ("operators --shapes llama9", "argument --shapes: 'llama9' is not one of"),
         ("layers --layers llama3-8b-moe", "is not one of"),
+        ("operators --fp8 --all-reduce", "--fp8 with --all-reduce"),
         ("rows", "invalid choice"),
         ("operators", "torchrun --standalone --nproc-per-node 4 -m overlap_train bench operators"),
         ("plot .", "no operators.json"),

@@ -43,6 +43,9 @@ def test_what_others_are_compared_with() -> None:
 WRONG = [
     ("--cp 2 --variants megatron", ["--variants megatron with --cp 2", "take nccl"]),
     ("--cp 2 --variants nccl_graph,megatron_graph", ["--variants megatron_graph with --cp 2", "take nccl_graph"]),
+    ("--cp 2 --no-sequence-parallel", ["--no-sequence-parallel with --cp 2", "leave one out"]),
+    ("--no-sequence-parallel --variants te_userbuffers", ["--variants te_userbuffers with --no-sequence-parallel"]),
+    ("--no-sequence-parallel --variants overlap_fp8", ["--variants overlap_fp8 with --no-sequence-parallel"]),
     ("--variants auto", ["--variants", "'auto'", "overlap"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
     ("--variants megatron,flux", ["--variants", "'flux'", "nccl"]),

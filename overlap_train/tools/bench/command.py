@@ -17,7 +17,7 @@ from ...config import METHODS
 from ...flags import NETWORKS, Parser, add_options, from_args, option, positive_int
 from ...select.method import Method
 from ..measure import world
-from ..measure.cases import LAYERS
+from ..measure.cases import ALL_REDUCES, LAYERS, OPS
 from ..measure.models import MODELS
 from ..measure.results import Results, hardware
 from ..measure.runs import Session, nodes_of
@@ -54,14 +54,20 @@ class Bench:
 
 @dataclass(frozen=True)
 class Operators(Bench):
-    """AG+GEMM and GEMM+RS, pass by pass, against NCCL, async-TP and the bound"""
+    """AG+GEMM and GEMM+RS, or GEMM+AR, pass by pass, against NCCL, async-TP and the bound"""
 
     shapes: tuple[str, ...] = option(TABLES_1_2, "products of their MLPs", choices=tuple(MODELS), metavar="MODEL,...")
     rows: tuple[int, ...] = option((8192,), "of all ranks", parse=positive_int, metavar="M", spaced=True)
     fp8: bool = option(False, "operands with one byte an element, against cuBLASLt and NCCL on the same bytes")
+    all_reduce: bool = option(False, "instead, those without sequence parallelism (GEMM+AR); any number of rows")
+
+    def __post_init__(self) -> None:
+        if self.fp8 and self.all_reduce:
+            raise ValueError("--fp8 with --all-reduce: GEMM + AR has no form in fp8; leave one of them out")
 
     def contests(self, session: Session) -> Contests:
-        return operators.contests(operators.cases(self.shapes, self.rows, session.world.size), session)
+        ops = ALL_REDUCES if self.all_reduce else OPS
+        return operators.contests(operators.cases(self.shapes, self.rows, session.world.size, ops), session)
 
 
 @dataclass(frozen=True)

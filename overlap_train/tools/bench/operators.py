@@ -2,7 +2,8 @@
 
 Beside our methods stand, by name:
 
-    sequence    NCCL (or gloo) and cuBLAS, one after the other; of an exchange with the copy that puts each rank's part together
+    sequence    NCCL (or gloo) and cuBLAS, one after the other; of an exchange with the copy that puts each rank's part together;
+                of a column linear's backward that all-reduces with the weight gradient, which `gemm` has, too
     async_tp    PyTorch's async-TP, inside a node
     gemm, comm  each half of the work alone; only timed
 
@@ -21,9 +22,10 @@ import torch
 
 from ...group.domain import OverlapDomain
 from ...nodes.plan import sms_of_network
-from ...ops.plan_cache import cache_of
+from ...ops.gemm_ar import all_reduced
+from ...ops.plan_cache import cache_of, op_of
 from ...ops.product import product
-from ...schedule.kinds import Kind
+from ...ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
 from ...select.choose import choose
 from ...select.cost import reach_of
 from ...select.method import serving
@@ -43,7 +45,7 @@ ROWS, FEATURES, RATIOS = 8192, 4096, (0.5, 1.0, 2.0)  # ratios: product over net
 _STEP, _PRODUCT = 256, 16384  # columns of the smallest product, and of the one that is timed
 
 
-def cases(models: Names, ms: Sequence[int], world: int) -> list[Case]:
+def cases(models: Names, ms: Sequence[int], world: int, ops: Names = OPS) -> list[Case]:
     """One product of each model's MLP, shape by shape, largest M first: buffers are allocated once.
 
     Raises:
@@ -51,10 +53,11 @@ def cases(models: Names, ms: Sequence[int], world: int) -> list[Case]:
     """
     found = []
     for m in sorted(ms, reverse=True):
-        for op in OPS:
+        for op in ops:
             for name in models:
                 weight = (MODELS[name].ffn_hidden_size, MODELS[name].hidden_size)
-                found += cases_of(name, op, weight if op == "ag_gemm" else weight[::-1], m, world, name, "--rows")
+                weight = weight if OPERATORS[op].gathers else weight[::-1]
+                found += cases_of(name, op, weight, m, world, name, "--rows")
     return found
 
 
@@ -116,7 +119,7 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
         if inputs is None or problem is not None:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
-        baselines = baselines_of(case.kind, world, inputs.first)
+        baselines = baselines_of(case, world, inputs.first)
         if session.fp8 or not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
             baselines.pop("async_tp", None)
         head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
@@ -131,6 +134,9 @@ def ours(case: Case, like: Operands, domain: OverlapDomain, session: Session) ->
     """The methods that serve a case."""
     planned, found = planned_like(case, domain, like), Runs()
     for method in serving(session.methods, planned):
+        if case.all_reduces:
+            found[method] = all_reducing(case, domain, method, like)
+            continue
         choice = choose(method, planned, domain.device, cache_of(domain, case.name).table, domain.topology.nodes)
         exchanges = case.kind.exchanges
         found[method] = exchanged(case, domain, method) if exchanges else overlapped(case, domain, choice, like)
@@ -145,8 +151,29 @@ def exchanged(case: Case, domain: OverlapDomain, method: str) -> Run:
     return lambda o: operator(o.left, o.right.t(), group=domain.group, config=config, name=name)
 
 
-def baselines_of(kind: Kind, world: World, like: Operands) -> Runs:
+def all_reducing(case: Case, domain: OverlapDomain, method: str, like: Operands) -> Run:
+    """A pass that all-reduces, as autograd runs it (all_reduce.py). Collective."""
+    assert isinstance(like.right, torch.Tensor), "GEMM + AR has no form in fp8"
+    config = replace(domain.config, method=method)
+    spec, x, w = LINEAR_ALL_REDUCE, like.left, like.right.t()
+    if case.has_wgrad:
+        spec, x, w = LINEAR_DGRAD_ALL_REDUCE, like.whole, like.right
+    with torch.enable_grad():  # a column linear sends nothing without
+        op = op_of(spec, x.detach().requires_grad_(), w, None, domain.group, config, case.name)
+    return lambda o: all_reduced(op, o.left, o.right, partial(wgrad, case, o))
+
+
+def wgrad(case: Case, o: Operands) -> None:
+    """The weight gradient, where it is part of a pass that all-reduces. o.whole is as large as x."""
+    if case.has_wgrad:
+        torch.mm(o.left.t(), o.whole)
+
+
+def baselines_of(case: Case, world: World, like: Operands) -> Runs:
     """The baselines of a pass, for inputs like these. Buffers that a framework would reuse are reused."""
+    if case.all_reduces:
+        return all_reducing_baselines(case, world, like)
+    kind = case.kind
     found: Runs = {"gemm": (lambda o: product(None, o.whole if kind.receives else o.left, o.right))}
     if kind.gathers:
         buffer = torch.empty_like(like.whole)
@@ -165,6 +192,21 @@ def baselines_of(kind: Kind, world: World, like: Operands) -> Runs:
         found["comm"] = lambda o: world.exchange(blocks)
         found["sequence"] = lambda o: world.exchange(blocks_for(world.size, o.left @ o.right))
     return found
+
+
+def all_reducing_baselines(case: Case, world: World, like: Operands) -> Runs:
+    zeros = torch.zeros_like(like.whole)  # their sum stays finite, in place
+
+    def gemms(o: Operands) -> None:
+        product(None, o.left, o.right)
+        wgrad(case, o)
+
+    def sequence(o: Operands) -> torch.Tensor:
+        y = world.all_reduce(product(None, o.left, o.right))
+        wgrad(case, o)
+        return y
+
+    return {"gemm": gemms, "comm": lambda o: world.all_reduce(zeros), "sequence": sequence}
 
 
 def blocks_for(ranks: int, y: torch.Tensor) -> torch.Tensor:

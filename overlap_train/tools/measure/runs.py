@@ -5,7 +5,7 @@ W ranks, weight [N, K], x [M, K], dy [M, N]. Each kind of pass (Case.kind) has i
     gather   left [M/W, C]  right [C, F] view   whole [M, C], left of all ranks
              y [M, F] = whole @ right
     scatter  left [M, C]    right [C, F] view   whole [M, F], which a reduce-scatter is timed on
-             y [M/W, F] = this rank's rows of the sum over ranks of left @ right
+             y [M/W, F] = this rank's rows of the sum over ranks of left @ right; of what all-reduces all rows
     gemm_a2a left [M/W, C]  right [C, F] view, the same on every rank   whole [M, C], left of all ranks
              y [M, F/W] = this rank's columns of whole @ right
     a2a_gemm left [M, C/W]  right [C, F] view, the same on every rank   whole [M/W, C], this rank's rows of all columns
@@ -36,7 +36,7 @@ from ...ops.quantize import FORWARD, quantized_by_torch
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
 from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
-from .cases import Case
+from .cases import OPERATORS, Case
 from .check import ROUNDINGS, ROUNDINGS_IN_FP8, check
 from .results import Results
 from .timing import Call, Timing, input_sets, measure, pace
@@ -108,7 +108,7 @@ def make_operands(case: Case, session: Session, seed: int) -> Operands:
     if case.kind.exchanges:
         weight = normal(world, session.dtype, seed, shared=True)(n, k)
     else:
-        weight = own(n // ranks, k) if case.op == "ag_gemm" else own(n, k // ranks)
+        weight = own(n // ranks, k) if OPERATORS[case.op].gathers else own(n, k // ranks)
     right = weight.t() if case.pass_ == "fprop" else weight
     if case.kind.reduces:
         made = Operands(own(m, len(right)), right, own(m, right.shape[1]))
@@ -149,7 +149,8 @@ def inputs_of(case: Case, session: Session) -> Inputs:
     first, decoy = make(0), make(99)
     sets = [first, *(make(seed) for seed in range(1, input_sets(first.left.nbytes + first.right.nbytes)))]
     if case.kind.reduces:
-        expected = session.world.scatter(_expected(first.left, first.right).float())
+        sums = session.world.all_reduce if case.all_reduces else session.world.scatter
+        expected = sums(_expected(first.left, first.right).float())
     else:  # the unsharded product, or this rank's columns of it
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
         right = first.right if ranks == 1 else first.right.chunk(ranks, dim=1)[rank]  # type: ignore[union-attr]

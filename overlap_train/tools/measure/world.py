@@ -82,6 +82,11 @@ class World:
         dist.reduce_scatter_tensor(y, partial, group=self.group)
         return y
 
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """[M, C] -> the sum over ranks, in place."""
+        dist.all_reduce(partial, group=self.group)
+        return partial
+
     def exchange(self, blocks: torch.Tensor) -> torch.Tensor:
         """W blocks, one after the other -> the same of all ranks' blocks for this one."""
         received = torch.empty_like(blocks)

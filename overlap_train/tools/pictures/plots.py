@@ -24,6 +24,7 @@ Record = dict[str, Any]  # a JSON file: its rows, and on what they were measured
 OPERATORS = {
     "ag_gemm": "all_gather_linear", "gemm_rs": "linear_reduce_scatter",
     "gemm_a2a": "linear_all_to_all", "a2a_gemm": "all_to_all_linear",
+    "dgrad_ar": "linear_dgrad_all_reduce", "gemm_ar": "linear_all_reduce",
 }  # fmt: skip
 PASSES = {"fprop": "forward", "dgrad": "input gradient"}
 RIVALS = ("megatron", "async_tp", "te", "te_userbuffers")  # drawn beside our methods

@@ -15,7 +15,7 @@ from ...select.cost import Estimate, library_us, reach_of
 from ...select.method import Pass
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
-from ..measure.cases import LAYERS, PASSES, Case
+from ..measure.cases import ALL_REDUCES, LAYERS, PASSES, Case
 from ..measure.results import aligned
 from .prediction import COLLECTIVE, in_a_row
 
@@ -60,9 +60,10 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
 
 
 def _operators(rows: list[Row], system: System) -> list[Compared]:
-    """Rows of `bench operators`, each half of the work once a shape. Emulated networks between nodes are not estimated."""
+    """Rows of `bench operators`, each half of the work once a shape. Emulated networks between nodes are not estimated, nor what
+    all-reduces."""
     found: dict[tuple[str, str], Compared] = {}
-    for row in (row for row in rows if "network_sms" not in row):
+    for row in (row for row in rows if "network_sms" not in row and row["op"] not in ALL_REDUCES):
         case = f"{row['op']} {row['pass']} {row['m']}, {row['n']}, {row['k']}"
         measured = Case("", row["op"], row["pass"], row["m"], row["n"], row["k"])
         p = measured.planned(row["world"], getattr(torch, row["dtype"]))
