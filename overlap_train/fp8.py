@@ -1,4 +1,4 @@
-"""Column and row linears in fp8: their passes and autograd functions; see linear.py for those of other dtypes.
+"""The passes of column and row linears in fp8; linear.py has those of other dtypes, and the autograd functions of all.
 
     y = x8 @ w8.T * x_inverse * w_inverse           e4m3 by e4m3
     dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 (or e4m3) by e4m3
@@ -11,13 +11,11 @@ multiplies transposed copies: of the weight, of its own gradient, and of what it
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .group.domain import profiled
-from .linear import applied, as_rows, as_sequence, once_differentiable
 from .ops.planned import PlannedOp
 from .ops.product import Fp8Matrix
 from .ops.quantize import FORWARD, GRADIENT, Fp8Copies, Quantized, largest, quantized, transposed
@@ -131,53 +129,3 @@ def row_backward(
                     transposed(domain, gather.gathered_view()), Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype)
                 )
     return dx_shard_k
-
-
-class _AllGatherLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
-    ) -> torch.Tensor | None:
-        y_shard_n, saved = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias, *ctx.needs_input_grad[:2])
-        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape  # weight: as in linear.py
-        ctx.save_for_backward(*saved, w_shard_n)
-        return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _backward(ctx, column_backward, dy_shard_n)
-
-
-class _LinearReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
-    ) -> torch.Tensor | None:
-        y_shard_m, saved = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias, *ctx.needs_input_grad[:2])
-        ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape
-        ctx.save_for_backward(*saved, w_shard_k)
-        return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _backward(ctx, row_backward, dy_shard_m)
-
-
-def _backward(
-    ctx: Any, of_rows: Callable[..., torch.Tensor | None], dy: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """(dx, dw, dbias, None) by the backward pass `of_rows`."""
-    *saved, w = ctx.saved_tensors
-    w = ctx.weight if saved[2] is None else w  # hooks on saved tensors give back another object, without copies
-    linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-    dw = WeightGradient.of_backward(ctx)
-    rows, dx = as_rows(dy), None
-    if wants_dx or wants_dw:
-        dx = of_rows(linear, rows, saved, w, dw, wants_dx)
-    dbias = rows.sum(0) if wants_dbias else None
-    return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
-
-
-apply_all_gather, apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

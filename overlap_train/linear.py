@@ -193,8 +193,7 @@ def all_gather_linear(
     if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
     op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
-    apply = _apply_all_gather if op.plan.amax is None else _in_fp8().apply_all_gather
-    y_shard_n: torch.Tensor = apply(x_shard_m, w_shard_n, bias, op)
+    y_shard_n: torch.Tensor = _apply_all_gather(x_shard_m, w_shard_n, bias, op)
     return y_shard_n
 
 
@@ -233,8 +232,7 @@ def linear_reduce_scatter(
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
     op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    apply = _apply_reduce_scatter if op.plan.amax is None else _in_fp8().apply_reduce_scatter
-    y_shard_m: torch.Tensor = apply(x_shard_k, w_shard_k, bias, op)
+    y_shard_m: torch.Tensor = _apply_reduce_scatter(x_shard_k, w_shard_k, bias, op)
     return y_shard_m
 
 
@@ -260,25 +258,30 @@ class _AllGatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
-        y_shard_n, gathered = column_forward(linear, as_rows(x_shard_m), w_shard_n, bias)
-        # weight: itself, for its main_grad; hooks on saved tensors (checkpointing) give back another object.
+        rows, (wants_dx, wants_dw) = as_rows(x_shard_m), ctx.needs_input_grad[:2]
+        if linear.plan.amax is None:
+            y_shard_n, gathered = column_forward(linear, rows, w_shard_n, bias)
+            saved = (gathered if linear.keeps else x_shard_m,) if wants_dw else (None,)
+        else:
+            y_shard_n, saved = _in_fp8().column_forward(linear, rows, w_shard_n, bias, wants_dx, wants_dw)
+        # weight: itself, for what it carries; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
-        saved = None if not ctx.needs_input_grad[1] else gathered if linear.keeps else x_shard_m
-        ctx.save_for_backward(saved, w_shard_n)
+        ctx.save_for_backward(*saved, w_shard_n)
         return as_sequence(y_shard_n, ctx.x_shape[0] * linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, w_shard_n = ctx.saved_tensors
-        linear, (wants_dx, _, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient.of_backward(ctx)
-        x = saved if saved is None or saved.dim() == 2 else as_rows(saved)
-        dy_rows = as_rows(dy_shard_n)
-        dx_shard_m = as_sequence(
-            column_backward(linear, dy_rows, x, w_shard_n, dw, wants_dx), ctx.x_shape[0], ctx.x_shape
-        )
-        return dx_shard_m, None if dw is None else dw.result(), dy_rows.sum(0) if wants_dbias else None, None
+        linear, (wants_dx, wants_dw), (*saved, w_shard_n) = ctx.linear, ctx.needs_input_grad[:2], ctx.saved_tensors
+        dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy_shard_n)
+        if not (wants_dx or wants_dw):
+            return _gradients(ctx, None, dw, dy_rows)
+        if linear.plan.amax is None:
+            x = None if saved[0] is None else as_rows(saved[0])
+            dx = column_backward(linear, dy_rows, x, w_shard_n, dw, wants_dx)
+        else:
+            dx = _in_fp8().column_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
+        return _gradients(ctx, dx, dw, dy_rows)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -286,25 +289,39 @@ class _LinearReduceScatter(torch.autograd.Function):
     def forward(
         ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
+        rows, (wants_dx, wants_dw) = as_rows(x_shard_k), ctx.needs_input_grad[:2]
+        if linear.plan.amax is None:
+            y_shard_m, saved = row_forward(linear, rows, w_shard_k, bias), (x_shard_k if wants_dw else None,)
+        else:
+            y_shard_m, saved = _in_fp8().row_forward(linear, rows, w_shard_k, bias, wants_dx, wants_dw)
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
-        y_shard_m = row_forward(linear, as_rows(x_shard_k), w_shard_k, bias)
-        ctx.save_for_backward(x_shard_k if ctx.needs_input_grad[1] else None, w_shard_k)
+        ctx.save_for_backward(*saved, w_shard_k)
         return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_m: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_shard_k, w_shard_k = ctx.saved_tensors
-        linear, (wants_dx, wants_dw, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient.of_backward(ctx)
-        dy_rows, dx_shard_k = as_rows(dy_shard_m), None
-        if wants_dx or wants_dw:  # else no rank wants the others' rows
-            dx_shard_k = row_backward(linear, dy_rows, lambda: as_rows(x_shard_k), w_shard_k, dw, wants_dx)
-        dbias = dy_rows.sum(0) if wants_dbias else None
-        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
+        linear, (wants_dx, wants_dw), (*saved, w_shard_k) = ctx.linear, ctx.needs_input_grad[:2], ctx.saved_tensors
+        dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy_shard_m)
+        if not (wants_dx or wants_dw):  # no rank wants the others' rows
+            return _gradients(ctx, None, dw, dy_rows)
+        if linear.plan.amax is None:
+            dx = row_backward(linear, dy_rows, lambda: as_rows(saved[0]), w_shard_k, dw, wants_dx)
+        else:
+            dx = _in_fp8().row_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
+        return _gradients(ctx, dx, dw, dy_rows)
+
+
+def _gradients(
+    ctx: Any, dx: torch.Tensor | None, dw: WeightGradient | None, dy_rows: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """What a backward returns: of x, of the weight, of the bias, of nothing."""
+    dbias = dy_rows.sum(0) if ctx.needs_input_grad[2] else None
+    return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
 
 
 def _in_fp8() -> ModuleType:
+    """The same four passes in fp8."""
     return import_module("..fp8", __name__)
 
 

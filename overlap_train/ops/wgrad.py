@@ -34,7 +34,7 @@ class WeightGradient:
     def __init__(
         self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None, store: Any = None
     ) -> None:
-        self._weight, self._ctx, self._store = weight, ctx, store
+        self._weight, self._ctx, self._store, self.is_delayed = weight, ctx, store, store is not None
         self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
         if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, 1)):
             self._target = None
@@ -49,10 +49,6 @@ class WeightGradient:
         store = getattr(ctx.weight, "wgrad_store", None)
         store = store if store is not None and store.delay_wgrad_compute() else None
         return cls(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx, store=store)
-
-    @property
-    def is_delayed(self) -> bool:
-        return self._store is not None
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
