@@ -89,7 +89,11 @@ def test_operators_in_fp8(script_server: ScriptServer, tmp_path: Path) -> None:
     arguments = ("--shapes", "tiny", "--rows", "32", "--quick", "--fp8", "--methods", "chunked", "--out", str(tmp_path))
     status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
     assert status == 0, said
-    assert [set(row) == OPERATOR_KEYS | {"fp8"} and row["fp8"] for row in rows_in(tmp_path)] == [True] * 4
+    rows = rows_in(tmp_path)
+    assert [set(row) == OPERATOR_KEYS | {"fp8"} and row["fp8"] for row in rows] == [True] * 4
+    parts = [row["sequence_ms"] / row["ms"] / row["bound"] for row in rows]
+    line = f"of the bound, mean (least): chunked {sum(parts) / 4:.3f} ({min(parts):.3f})"
+    assert line in said and f"- {line}" in (tmp_path / "operators.md").read_text()
 
 
 def test_operators_that_all_reduce(
