@@ -24,7 +24,10 @@ from .ops.wgrad import WeightGradient
 
 def _copies(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
     """What calls keep of a weight. Replays of a CUDA graph would never see the next one."""
-    return None if linear.domain.is_capturing() else getattr(w, "fp8_copies", None)
+    copies: Fp8Copies | None = getattr(w, "fp8_copies", None)
+    if copies is None or not linear.domain.is_capturing():
+        return copies
+    return None if copies.inverse is None else Fp8Copies(copies.inverse)
 
 
 def forward_weight(linear: PlannedOp, w: torch.Tensor, wants_dx: bool) -> tuple[Quantized, torch.Tensor | None]:

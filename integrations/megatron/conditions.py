@@ -17,7 +17,9 @@ import torch.distributed as dist
 from megatron.core.extensions import transformer_engine as megatron_te
 
 from overlap_train.group.registry import is_graphed
+from overlap_train.integrations.megatron.main_grad import accumulates
 from overlap_train.ops.spec import DTYPES, fits_fp8, other_autocast
+from overlap_train.ops.wgrad import is_watched
 
 if TYPE_CHECKING:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -48,7 +50,7 @@ NOTHING: Mapping[str, Any] = {}
 _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 _ONLY_TE = "only TransformerEngine's linears compute in it"
 OUR_FP8 = {"hybrid": "tensorwise", "e4m3": "tensorwise_e4m3"}  # Megatron's format -> OverlapConfig.fp8
-_IN_OURS = "--fp8-recipe tensorwise without --fp8-param-gather: in that ours compute, too"
+_IN_OURS = "--fp8-recipe tensorwise: in that ours compute, too"
 _ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
 _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
     "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
@@ -98,7 +100,7 @@ def is_our_fp8(config: TransformerConfig) -> bool:
     """Whether our operators multiply as TransformerEngine's fp8 of a model does: with one scale a tensor, found in each call. TE
     must be there: it says which layers are in fp8."""
     one_scale = getattr(config, "fp8", None) in OUR_FP8 and getattr(config, "fp8_recipe", None) == "tensorwise"
-    return megatron_te.HAVE_TE and one_scale and not getattr(config, "fp8_param", False)
+    return megatron_te.HAVE_TE and one_scale
 
 
 def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:
@@ -128,13 +130,26 @@ def fallback_reason(
     is_row = attribute(linear, "input_is_parallel", False)
     if reason is None and is_row and linear.sequence_parallel and x.shape[0] % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
-    if reason is None and asks_for_fp8(linear) and not_in_fp8(linear) is None:
-        rows = x.shape[:-1].numel() * (1 if is_row else linear.tp_group.size())
-        if not fits_fp8(rows, weight) and (
-            getattr(linear.config, "fp8", None) or linear.overlap.config.on_unsupported != "error"
-        ):
-            return f"fp8 with {rows} rows and a weight {tuple(weight.shape)}: no multiples of 16"
+    if reason is None and asks_for_fp8(linear):
+        reason = _fp8_reason(linear, weight, x.shape[:-1].numel() * (1 if is_row else linear.tp_group.size()))
     return reason
+
+
+def is_in_fp8(weight: Any) -> bool:
+    """Whether TransformerEngine keeps a weight in fp8, with one scale (its Float8Tensor)."""
+    return hasattr(weight, "_data") and hasattr(weight, "_scale_inv")
+
+
+def _fp8_reason(linear: ParallelLinear, weight: torch.Tensor, rows: int) -> str | None:
+    """Why a call that is to multiply in fp8 runs Megatron's own code; None where it does not. rows: of all ranks."""
+    if not_in_fp8(linear) is not None:
+        return "a weight in fp8 of a linear that is not in fp8" if is_in_fp8(weight) else None
+    may_fall_back = getattr(linear.config, "fp8", None) or linear.overlap.config.on_unsupported != "error"
+    if may_fall_back and not fits_fp8(rows, weight):
+        return f"fp8 with {rows} rows and a weight {tuple(weight.shape)}: no multiples of 16"
+    if is_in_fp8(weight) and (is_watched(weight) or not accumulates(linear, weight, linear.overlap.config)):
+        return "a weight in fp8 whose gradient does not go into main_grad"  # autograd would give it the dtype of the numbers
+    return None
 
 
 def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.ProcessGroup | None) -> str | None:

@@ -49,7 +49,7 @@ from overlap_train.integrations.megatron.te_norm import (
     normed,
     too_old,
 )
-from overlap_train.integrations.megatron.weight_copies import renew_copies
+from overlap_train.integrations.megatron.weight_copies import plain, renew_copies
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
 
@@ -117,7 +117,7 @@ class LinearOverlap:
         """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
         gradient accumulation fusion only."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
-        fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None), self.config.fp8)
+        fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None) or "", self.config.fp8)
         fp8 = "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8
         renew_copies(linear, weight, fp8 != "off")
         return self._configs[adds, fp8]
@@ -239,12 +239,13 @@ class _OverlappedTE:
         added, returned = biases(self)
         wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
         settings = settings_of(self, self.weight)
-        if self.overlap.norm is not None and self.sequence_parallel and settings["config"].fp8 == "off":
+        in_fp8 = settings["config"].fp8 != "off"
+        if self.overlap.norm is not None and self.sequence_parallel and not in_fp8:
             y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **settings)
             y = self.overlap.watched(y)
         else:
             x = normed(self, x)
-            y = product(self, x, self.weight, added, settings)
+            y = product(self, x, plain(self.weight) if in_fp8 else self.weight, added, settings)
         if self.is_first_microbatch:  # as TE's forward does
             self.is_first_microbatch, self.overlap.te_is_behind = False, True
         if not wants_h:

@@ -1,13 +1,16 @@
-"""When overlapped linears in fp8 make the copies of a weight anew (Fp8Copies): once a step, as TransformerEngine does."""
+"""Weights of overlapped linears in fp8: when their copies are made anew (Fp8Copies), once a step, as TransformerEngine does; and
+weights that TransformerEngine keeps in fp8 itself (--fp8-param-gather).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from overlap_train import Fp8Copies
-from overlap_train.integrations.megatron.conditions import attribute
+from overlap_train.integrations.megatron.conditions import attribute, is_in_fp8
 
 
 def renew_copies(linear: Any, weight: torch.Tensor, in_fp8: bool = False) -> None:
@@ -32,3 +35,32 @@ def is_of_this_step(linear: Any, weight: torch.Tensor) -> bool:
         return False
     trains = torch.is_grad_enabled() and weight.requires_grad
     return trains and bool(attribute(weight, "grad_added_to_main_grad", False))
+
+
+def plain(weight: torch.Tensor) -> torch.Tensor:
+    """The weight as operators take it: itself; of one that is in fp8 its numbers, e4m3 [N, K], with what operators look for."""
+    if not is_in_fp8(weight):
+        return weight
+    w8: Any = _Numbers.apply(weight)
+    copies, w8.main_grad, w8.grad_added_to_main_grad = weight.fp8_copies, weight.main_grad, False  # type: ignore[attr-defined]
+    copies.inverse, w8.fp8_copies = weight._scale_inv, copies  # type: ignore[attr-defined]
+    w8.wgrad_store = getattr(weight, "wgrad_store", None)
+    return w8
+
+
+class _Numbers(torch.autograd.Function):
+    """The numbers of a weight in fp8. Its gradient is in main_grad already; the weight gets what data parallelism expects."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> torch.Tensor:
+        ctx.weight = weight
+        return weight._data.view(torch.float8_e4m3fn)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, placeholder: torch.Tensor) -> torch.Tensor | None:
+        weight = ctx.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        return weight.main_grad.new_empty(weight.shape, dtype=weight.dtype)

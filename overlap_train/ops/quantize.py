@@ -35,9 +35,12 @@ class Fp8Copies:
     Whoever changes the weight calls `clear()` before the next call. A weight with another address, version, shape or device is
     noticed, but writing through `.data`, as optimizers do, changes none of these. made: None, or w [N, K] by rows for forward
     and, once a call wants dx, by columns for backward: two bytes an element. CUDA graphs neither take nor keep it.
+
+    inverse: fp32 [1], of a weight that is in e4m3 itself: what it stands for is its numbers times this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inverse: torch.Tensor | None = None) -> None:
+        self.inverse = inverse
         self.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:  # another weight's, as a copy or from a file: empty
@@ -52,8 +55,12 @@ class Fp8Copies:
         """w [N, K] by rows, and by columns where they are asked for, now or before: both in one read."""
         of = (w.data_ptr(), 0 if w.is_inference() else w._version, w.shape, w.device)
         if self.made is None or self._made_of != of:
-            self.made, self._made_of = quantized(domain, w, largest(domain, w), FORWARD, columns=columns), of
-        elif columns and self.made.columns is None:
+            self._made_of = of
+            if self.inverse is None:
+                self.made = quantized(domain, w, largest(domain, w), FORWARD, columns=columns)
+            else:
+                self.made = Quantized(w.detach(), None, self.inverse)
+        if columns and self.made.columns is None:
             assert self.made.rows is not None
             self.made = self.made._replace(columns=transposed(domain, self.made.rows))
         return self.made

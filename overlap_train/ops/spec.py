@@ -87,9 +87,9 @@ class OperatorSpec:
         return self.fprop.receives
 
     def error(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str, fp8: bool = False
     ) -> str | None:
-        """What is wrong with the arguments of a call, or None. name: of the linear."""
+        """What is wrong with the arguments of a call, or None. name: of the linear. fp8: it multiplies in fp8."""
         if not self.multiplies:  # who makes x has looked at it, and the product at w
             return None
         x_name, w_name = self.x_name, self.w_name
@@ -107,8 +107,10 @@ class OperatorSpec:
             return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"
         if x.dtype not in DTYPES:
             return f"{name}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
-        for its, other in ((w_name, w), ("bias", w if bias is None else bias)):
-            if other.dtype != x.dtype:
+        has_scale = fp8 and getattr(getattr(w, "fp8_copies", None), "inverse", None) is not None
+        dtype_of_w = torch.float8_e4m3fn if has_scale else x.dtype
+        for its, other, dtype in ((w_name, w, dtype_of_w), ("bias", x if bias is None else bias, x.dtype)):
+            if other.dtype != dtype:
                 return f"{name}: {its} has dtype {other.dtype}, {x_name} {x.dtype}; they must be the same: cast one of them"
             if other.device != x.device:
                 return f"{name}: {its} is on {other.device}, {x_name} on {x.device}; move one of them"

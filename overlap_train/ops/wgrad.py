@@ -68,11 +68,13 @@ class WeightGradient:
     def _add_late(
         self, add: Callable[[torch.Tensor, Any], None], dy: torch.Tensor, x: torch.Tensor | Fp8Matrix
     ) -> tuple[torch.Tensor | None, None]:
-        """(weight.grad, no gradient of a bias), which is what the store's owner takes: autograd has the bias's."""
+        """(weight.grad or None, no gradient of a bias), which is what the store's owner takes: autograd has the bias's."""
         add(dy, x)
-        dw, grad = self._in_dtype_of_weight(), self._weight.grad
-        if dw is not None:
-            self._weight.grad = dw if grad is None else grad + dw
+        dw = self._in_dtype_of_weight()
+        if dw is None:  # it is in main_grad
+            return None, None
+        grad = self._weight.grad
+        self._weight.grad = dw if grad is None else grad + dw
         return self._weight.grad, None
 
     def _add(self, dy: torch.Tensor, x: torch.Tensor) -> None:

@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import SDPACoreAttention, provide_accumulation_fusion, report
+from overlap_train.ops.quantize import quantized_by_torch
 from tests.megatron import layout, models, te_stand_in, ulysses
 from tests.megatron.linears import fall_back, model_config
 from tests.megatron.models import LLAMA, quietly_enable
+from tests.megatron.te_stand_in import Float8Tensor
 from tests.megatron.test_main_grad import GRADIENTS, as_ddps_hook, as_in_ddp
 
 RMS = dict(normalization="RMSNorm", gated_linear_unit=True, add_bias_linear=False)
@@ -108,11 +110,48 @@ def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engine
     assert losses[None] == pytest.approx(expected, rel=1e-5)
     assert all(losses[run] == pytest.approx(expected, rel=0.02) for run in ("hybrid", "e4m3"))
     assert len({tuple(of_run) for of_run in (expected, losses["hybrid"], losses["e4m3"])}) == 3
-    for name, value in (("fp8_recipe", "delayed"), ("fp8_param", True)):
-        model = model_of(1, 2, **RMS, **fp8)
-        setattr(model.config, name, value)
-        with pytest.raises(ValueError, match="--fp8-recipe tensorwise without"):
-            quietly_enable(model, OverlapConfig())
+    model = model_of(1, 2, **RMS, **fp8)
+    model.config.fp8_recipe = "delayed"
+    with pytest.raises(ValueError, match="or take --fp8-recipe tensorwise"):
+        quietly_enable(model, OverlapConfig())
+
+
+def a_weight_that_is_kept_in_fp8_is_multiplied_as_it_is() -> None:
+    """As one that is made in fp8 in each call, to the bit; its gradient goes into main_grad, also delayed, or TE's code runs."""
+    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise")
+    sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
+    results = []
+    for kept in (False, True):
+        model = model_of(1, 2, **{**RMS, **DROPOUT, **fp8, "gradient_accumulation_fusion": True})
+        quietly_enable(model, OverlapConfig())
+        for linear in (model.decoder.layers[0].mlp.linear_fc1, model.decoder.layers[0].mlp.linear_fc2):
+            w = linear.weight.detach()
+            w8 = quantized_by_torch(w, w.abs().amax().view(1), torch.float8_e4m3fn)
+            linear.weight.data.copy_(w8.rows.float() * w8.inverse)
+            if kept:
+                del linear.weight
+                linear.weight = Float8Tensor(w8.rows, w8.inverse)
+            weight = linear.weight
+            for step in range(2):
+                weight.main_grad, weight.grad_added_to_main_grad = torch.ones(w.shape), False
+                weight.wgrad_store = store = te_stand_in.WeightGradStore(bool(step))
+                x = torch.linspace(-1, 1, 16 * 2 * w.shape[1]).reshape(16, 2, -1)[: 16 // (1 + (w.shape[1] == 32))]
+                x = x.clone().requires_grad_()
+                y = linear(x)[0]
+                y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+                assert weight.grad_added_to_main_grad
+                if step:
+                    store.pop()
+                results.append([y.detach(), x.grad, weight.main_grad])
+            assert linear.overlap.overlapped_calls == 2
+            if kept:
+                del weight.main_grad
+                with pytest.raises(NotImplementedError):  # TE's own code, which knows such weights
+                    linear(x)
+                reason = "a weight in fp8 whose gradient does not go into main_grad"
+                assert linear.overlap.fallback_calls == {reason: 1}
+    for made, as_it_is in zip(results[:4], results[4:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(made, as_it_is, strict=True))
 
 
 def a_step_makes_each_weight_in_fp8_once() -> None:

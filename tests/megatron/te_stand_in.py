@@ -115,6 +115,22 @@ class Linear(torch.nn.Module):
         return (y, self.bias) if self.return_bias else y
 
 
+class Float8Tensor(torch.Tensor):
+    """A weight in e4m3 with one scale, which says that it is in fp32."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, inverse: torch.Tensor) -> Float8Tensor:
+        self: Any = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32, requires_grad=True)
+        self._data, self._scale_inv = data.view(torch.uint8), inverse
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{function} of a weight in fp8")
+
+
 class WeightGradStore:
     """Products for backward_dw(), in the order of their backward passes."""
 
