@@ -80,7 +80,7 @@ def column_backward(
             gather = plan.wgrad.start(domain, tags.wgrad, x8)
         dy8 = quantized(domain, dy_shard_n, largest(domain, dy_shard_n), gradient, wants_dx, dw is not None)
         if wants_dx:
-            dgrad = plan.dgrad_alone if dw is None else plan.dgrad
+            dgrad = plan.dgrad_alone if dw is None or dw.is_delayed else plan.dgrad
             w8 = backward_weight(linear, w_shard_n, w_amax)
             scatter = dgrad.start(
                 domain, tags.dgrad, dy8.rows, Fp8Matrix(w8.columns, dy8.inverse, w8.inverse, plan.dtype)

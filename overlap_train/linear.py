@@ -97,7 +97,7 @@ def column_backward(
             assert x is not None
             gather = wgrad.start(domain, tags.wgrad, x)
         if wants_dx:
-            dgrad = plan.dgrad_alone if dw is None else plan.dgrad
+            dgrad = plan.dgrad_alone if dw is None or dw.is_delayed else plan.dgrad
             scatter = dgrad.start(domain, tags.dgrad, dy_shard_n, w_shard_n)
             if gather is not None:
                 gather.keep_own(dgrad)

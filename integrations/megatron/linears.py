@@ -120,6 +120,8 @@ class LinearOverlap:
         fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None) or "", self.config.fp8)
         fp8 = "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8
         renew_copies(linear, weight, fp8 != "off")
+        if (store := attribute(linear, "wgrad_store", None)) is not None:  # TE's, for delay_wgrad_compute
+            weight.wgrad_store = store  # type: ignore[attr-defined]
         return self._configs[adds, fp8]
 
     def watched(self, y: torch.Tensor) -> torch.Tensor:
@@ -209,15 +211,20 @@ class TEFallback:
         return self.fuse_wgrad_accumulation
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """TE's forward notes for its backward whether to fuse (main_grad.py: is_fused)."""
+        """TE's forward notes for its backward whether to fuse (main_grad.py: is_fused). Where that is delayed, backward_dw() asks
+        the module itself."""
         renew_copies(self, self.weight)
-        if self.overlap.te_is_behind:
-            self.is_first_microbatch, self.overlap.te_is_behind = True, False
-        fuses, self.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation, is_fused(self, self.weight)
+        before = self.fuse_wgrad_accumulation, self.disable_parameter_transpose_cache
+        store = attribute(self, "wgrad_store", None)
+        if store is None or not store.delay_wgrad_compute():
+            self.fuse_wgrad_accumulation = is_fused(self, self.weight)
+        self.overlap.te_is_behind &= not self.is_first_microbatch
+        # The weight is made anew then, and not kept. At a step's first micro-batch TE's backward would write over main_grad.
+        self.disable_parameter_transpose_cache |= self.overlap.te_is_behind
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.fuse_wgrad_accumulation = fuses
+            self.fuse_wgrad_accumulation, self.disable_parameter_transpose_cache = before
 
 
 class TERowFallback(TEFallback):
@@ -280,8 +287,6 @@ def derived(kind: type, *mixins: type) -> type:
 
 def turn_linear(linear: Any, form: type, config: OverlapConfig, slot: str, name: str) -> None:
     linear.__class__, linear.overlap = form, LinearOverlap(config, slot, name, norm=norm_kernels(linear))
-    if hasattr(linear, "wgrad_store"):  # TE's, by which delay_wgrad_compute computes the gradient in backward_dw()
-        linear.weight.wgrad_store = linear.wgrad_store
     if isinstance(linear, OWN):
         # Megatron-FSDP recognises parallel linears by the name of their class and, failing that, by these two.
         linear.tensor_model_parallel = True
@@ -306,6 +311,8 @@ def te_feature(linear: Any) -> str | None:
         return "quantized by TransformerEngine (te_quant_params)"
     if too_old() is not None and hasattr(linear, "layer_norm_weight"):
         return too_old()
+    if getattr(linear.config, "delay_wgrad_compute", False) and linear.use_bias and not linear.bias.requires_grad:
+        return "delay_wgrad_compute: TransformerEngine then wants the gradient of a frozen bias"
     return None
 
 

@@ -75,7 +75,7 @@ def compiled(kernel: Any, grid: tuple[int], arguments: dict[str, Any], constants
     try:
         binary = start(kernel, grid, arguments, constants)
         return binary.result() if hasattr(binary, "result") else binary
-    except Exception:  # it may pass, as a full disk does, or concern threads only, as when the process ends
+    except (OSError, RuntimeError, CancelledError):  # a full disk, no more threads, the end of the process: it may pass
         return kernel.warmup(grid=grid, **arguments, **constants)
 
 

@@ -97,8 +97,8 @@ class Workspace:
         return Call(self._waits, slot, block_shape, dtype, chunks)
 
     def begin(self, tag: Tag, calls: int, barrier_first: bool) -> None:
-        """Start an operator that opens up to so many calls: afterwards there are slots for them. One that has begun ahead goes
-        on."""
+        """Start an operator. Afterwards so many slots are free; what it opens after `receive_first` finds its own. One that has
+        begun ahead goes on."""
         use = self.use
         if use.is_ahead:
             use.is_ahead = False

@@ -2,9 +2,9 @@
 
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
-In a forward pass nothing is: there the rows go in two halves, and sums of the first travel under the product of the second. Few
-rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in a fixed order. Either
-way the ranks have the same bits, on every run.
+In a forward pass nothing is in between. There the rows go in two halves where the estimate says that it pays, in one operator:
+sums of the first travel under the product of the second. Few rows take one shot: each rank sends its partial sums to all, as
+flagged words, and adds what it has got in a fixed order. Either way the ranks have the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def all_reduced(
             partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
             total = partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32)
             return (total if bias is None else total.add_(bias)).to(partial.dtype)
-    if plan.halves:
+    if plan.halves and not in_backward:
         return _in_halves(op, a_mk, b_kn, bias)
     missing = -rows % domain.world_size
     with scope:

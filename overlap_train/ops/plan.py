@@ -18,7 +18,7 @@ from ..group.signals import Tag
 from ..group.slots import SLOTS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
-from ..select.choose import Choice, alone, choose, gains_by_halves
+from ..select.choose import Choice, alone, choose, halves_rows
 from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal, sends_at_once
 from ..select.table import Table
 from ..select.tiles import (
@@ -266,11 +266,11 @@ def _all_reducing(
     measurements of scatters say half."""
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
-    halves = not spec.sends_input and x.shape[:-1].numel() % (2 * topology.world) == 0
-    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=halves)
+    may_halve = not spec.sends_input and x.shape[:-1].numel() % (2 * topology.world) == 0
+    choice = choose(config.method, pass_, x.device, {}, topology.nodes, True, may_halve)
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
-    halves = halves and gains_by_halves(pass_, choice.how, x.device, topology.nodes)
+    halves = may_halve and halves_rows(pass_, choice.how, x.device, topology.nodes)
     plan = planner.plan(choice, replace(pass_, m=pass_.m // 2) if halves else pass_, x.device, w)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
     world, received = topology.world, spec.slot_bytes(x, w, topology.world) // (1 + halves)
@@ -281,7 +281,7 @@ def _all_reducing(
     sends = trains_x or not spec.sends_input  # a column linear sends in its backward only
     by_words = plan.method == LOW_LATENCY and sends
     request = Request(
-        spec.name, shapes_of(x, w), how=f"method {plan.variant}",
+        spec.name, shapes_of(x, w), how=f"method {plan.variant}{', in halves' * halves}{', in one shot' * one_shot}",
         slot_bytes=received if sends and plan.method not in ("collective", LOW_LATENCY) else 0,
         flagged_bytes=by_words * (words if one_shot else flagged_bytes(received, world)),
     )  # fmt: skip

@@ -61,8 +61,8 @@ class PlannedOp:
     """The planned call of one linear, its handle: the plan, which holds for all linears of these shapes, its own tags and scopes.
 
     Autograd passes it from forward to backward. keeps: forward keeps what it has gathered for the weight gradient. forward: the
-    scope of the forward pass. backward: those of backward passes, by (wants dx, wants dw). gather: that of the second half of an
-    all-reduce. turn: by which passes are timed.
+    scope of the forward pass. backward: those of backward passes, by (wants dx, wants dw). gather: that of the gather of an
+    all-reduce's sums. turn: by which passes are timed.
     """
 
     def __init__(

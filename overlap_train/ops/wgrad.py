@@ -9,7 +9,8 @@ that backward has put its gradient there already. Where somebody looks at the gr
 torch.autograd.grad, it is returned, and the mark taken away: data parallelism then adds what comes out of the hooks.
 
 A weight with a `wgrad_store` has its product delayed: backward puts it there, and the owner of the store calls it later
-(TransformerEngine's WeightGradStore, which Megatron's `backward_dw` empties). dw then goes into main_grad or weight.grad.
+(TransformerEngine's WeightGradStore, which Megatron's `backward_dw` empties). dw then goes into main_grad or weight.grad. Where
+somebody has a hook on the weight it is not delayed.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ class WeightGradient:
         """That of ctx.weight, by ctx.linear, in its backward; None: it is not wanted."""
         if not ctx.needs_input_grad[1]:
             return None
-        store = getattr(ctx.weight, "wgrad_store", None)
+        weight = ctx.weight
+        store = getattr(weight, "wgrad_store", None)
         store = store if store is not None and store.delay_wgrad_compute() else None
-        return cls(ctx.weight, ctx.linear.plan.config.main_grad, ctx=ctx, store=store)
+        if store is not None and is_watched(weight):
+            store.put([], lambda: (weight.grad, None))  # for its owner, who takes one for each backward
+            store = None
+        return cls(weight, ctx.linear.plan.config.main_grad, ctx=ctx, store=store)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
@@ -95,9 +100,10 @@ class WeightGradient:
 
     def result(self) -> torch.Tensor | None:
         """dw for autograd; None if it is delayed; None, or a placeholder where a hook insists on a gradient, if it goes into
-        `weight.main_grad`."""
+        `weight.main_grad`. Called once."""
+        ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
-            unmark(self._weight, self._ctx, 1)
+            unmark(self._weight, ctx, 1)
             return self._in_dtype_of_weight()
         if self._dw is not None:
             self._target.add_(self._dw)

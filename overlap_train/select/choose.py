@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .cost import Estimate, reach_of, sum_us
+from .cost import NOISE, Estimate, reach_of, sum_us
 from .method import NAMES, Method, Pass, serving
 from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import HOPPER_TILE, count_waves, on_hopper
 
-# More than two measurements of one thing differ by in a burst (SAME), since in a layer the order may change.
-NOISE = 0.05
 # If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host.
 _LAUNCHES_THAT_SHOW = 0.5
 # Hosts differ: estimates are for a fast one, and the slowest that was measured needs 1.8 times as long.
@@ -95,12 +93,13 @@ def choose(
     device: torch.device | System,
     table: Table,
     nodes: int = 1,
-    all_reduces: bool | None = None,
+    all_reduces: bool = False,
+    may_halve: bool = False,
 ) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
     nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;
-    True: its rows may go in two halves.
+    may_halve: its rows may then go in two halves.
     """
     system = _system_of(pass_, device)
     winner = winner_of(pass_, system, table)
@@ -109,7 +108,7 @@ def choose(
     elif winner is not None:
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
-        choice = untuned(pass_, system, nodes, all_reduces)
+        choice = untuned(pass_, system, nodes, all_reduces, may_halve)
     return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
@@ -121,9 +120,11 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winne
     return winner if fits else None
 
 
-def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool | None = None) -> Choice:
+def untuned(
+    pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False, may_halve: bool = False
+) -> Choice:
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
-    estimated to be faster. all_reduces: see choose."""
+    estimated to be faster. all_reduces, may_halve: see choose."""
     system, reach = System.of(device), reach_of(nodes)
     if system.type != "cuda":
         return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
@@ -133,10 +134,10 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
     took = {}
     for name in fits:
         how = with_options(name, pass_, system, nodes=nodes)
-        if all_reduces is None:
-            one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
+        if all_reduces:
+            one, _ = reach.all_reduce(pass_, how, system, may_halve)
         else:
-            one = reach.all_reduce(pass_, how, system, all_reduces and gains_by_halves(pass_, how, system, nodes))
+            one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
@@ -144,15 +145,12 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
     return Choice(how, f"auto: not tuned: {why}")
 
 
-def gains_by_halves(pass_: Pass, how: Method, device: torch.device | System, nodes: int) -> bool:
-    """Whether an all-reduce takes less time in two halves of its rows. On CPU processes they always go so."""
-    system, reach = System.of(device), reach_of(nodes)
-    if nodes > 1 or not (how.pushes or how.multiplies):
-        return False
+def halves_rows(pass_: Pass, how: Method, device: torch.device | System, nodes: int) -> bool:
+    """Whether an all-reduce whose rows may go in two halves does so. On CPU processes it does wherever it may."""
+    system = System.of(device)
     if system.type != "cuda":
-        return True
-    whole, halves = (reach.all_reduce(pass_, how, system, halves).device_us for halves in (False, True))
-    return halves < (1 - NOISE) * whole
+        return nodes == 1 and (how.pushes or how.multiplies)
+    return reach_of(nodes).all_reduce(pass_, how, system, may_halve=True)[1]
 
 
 def _is_narrow(pass_: Pass, system: System) -> bool:

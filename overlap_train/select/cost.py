@@ -23,6 +23,8 @@ from .system import System
 from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
 
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
+# More than two measurements of one thing differ by in a burst (SAME), since in a layer the order may change.
+NOISE = 0.05
 _BURST_US = 60.0  # that a GEMM saves before its clock falls
 _PORTABLE_SLOWER = 1.2  # than the library's: our plain Triton kernels
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
@@ -75,15 +77,20 @@ class Reach:
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
-    def all_reduce(self, pass_: Pass, how: Method, system: System, halves: bool = False) -> Estimate:
-        """A scatter and the gather of its sums. halves: the rows go in two halves; the gather of the first runs under the product
-        of the second."""
-        part = replace(pass_, m=pass_.m // 2) if halves else pass_
-        scatter = self.estimate(part, how, system)
-        whole = self._with_gather(scatter, part, how, system)
-        if not halves:
-            return whole
-        return Estimate(scatter.device_us + whole.device_us, 2 * whole.host_us)
+    def all_reduce(self, pass_: Pass, how: Method, system: System, may_halve: bool) -> tuple[Estimate, bool]:
+        """A scatter and the gather of its sums; and whether the rows go in two halves, because that is faster. The second half's
+        product hides so much of the first one's gather as it outlasts."""
+        scatter = self.estimate(pass_, how, system)
+        whole = self._with_gather(scatter, pass_, how, system)
+        if not (may_halve and self.nodes == 1 and (how.pushes or how.multiplies)):
+            return whole, False
+        half = replace(pass_, m=pass_.m // 2)
+        scatter = self.estimate(half, how, system)
+        second = self._with_gather(scatter, half, how, system)
+        late_us = max(0.0, second.device_us - scatter.device_us - library_us(system, half.rows, half.n, half.k))
+        halves = Estimate(scatter.device_us + late_us + second.device_us, 2 * second.host_us)
+        gains = halves.device_us < (1 - NOISE) * whole.device_us
+        return (halves, True) if gains else (whole, False)
 
     def _with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
         """NCCL does both in one call. Words go on as words, or have sent all partial sums before. All others are copies."""

@@ -133,6 +133,12 @@ def _assert_trains_alike(architecture: dict[str, Any]) -> None:
     and all linears overlap that send something."""
     provide_accumulation_fusion()  # the output layer is Megatron's own
     losses, gradients = train(model_of(architecture, IN_TURN, False, None))
+    for main_grad in ("accumulate", "off"):  # delayed by TransformerEngine itself
+        model = model_of(architecture, DELAYED, True, OverlapConfig(main_grad=main_grad))
+        model.config.cpu_offloading = True  # calls fall back, and nothing else
+        found, of_tes = train(model)
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        torch.testing.assert_close(of_tes, gradients, rtol=1e-4, atol=1e-6)
     for schedule, fuses in product((IN_TURN, TOGETHER, DELAYED), (False, True)):
         model = model_of(architecture, schedule, fuses, OverlapConfig())
         found, of_ours = train(model)

@@ -104,7 +104,9 @@ class Linear(torch.nn.Module):
         added = self.bias if self.use_bias and not self.return_bias else None
         weight: Any = self.weight
         if self.fuse_wgrad_accumulation or self.wgrad_store.is_enabled:
-            weight = _WeightGradient.apply(weight, self.fuse_wgrad_accumulation, self.wgrad_store)
+            weight = _WeightGradient.apply(
+                weight, self.fuse_wgrad_accumulation, bool(is_first_microbatch), self.wgrad_store
+            )
         if self.parallel_mode is None:  # an expert's, or the same on every rank
             y = F.linear(x, weight, added)
         elif self.parallel_mode == "column":
@@ -152,16 +154,18 @@ class _WeightGradient(torch.autograd.Function):
     """A weight whose gradient TE's backward adds into main_grad (fuses), or leaves to the store, or both."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, fuses: bool, store: WeightGradStore) -> torch.Tensor:
-        ctx.weight, ctx.fuses, ctx.store = weight, fuses, store
+    def forward(ctx: Any, weight: torch.Tensor, fuses: bool, is_first: bool, store: WeightGradStore) -> torch.Tensor:
+        ctx.weight, ctx.fuses, ctx.is_first, ctx.store = weight, fuses, is_first, store
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
-        weight, fuses = ctx.weight, ctx.fuses
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        weight, fuses, is_first = ctx.weight, ctx.fuses, ctx.is_first
 
         def add(grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            if fuses:
+            if fuses and is_first:
+                weight.main_grad.copy_(grad)
+            elif fuses:
                 weight.main_grad.add_(grad)
             return grad, None
 
@@ -170,9 +174,9 @@ class _WeightGradient(torch.autograd.Function):
         else:
             add(grad)
         if not (fuses and hasattr(weight, "grad_added_to_main_grad")):
-            return None, None, None
+            return None, None, None, None
         weight.grad_added_to_main_grad = True
-        return torch.full_like(grad, torch.nan), None, None  # nobody may read it
+        return torch.full_like(grad, torch.nan), None, None, None  # nobody may read it
 
 
 class LayerNormLinear(Linear):

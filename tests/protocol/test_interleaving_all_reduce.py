@@ -1,4 +1,5 @@
-"""GEMM + AllReduce under seeded schedules: its two halves are two operators, and take slots that are free."""
+"""GEMM + AllReduce under seeded schedules: a scatter and the gather of its sums take slots that are free, of all rows in two
+operators or of two halves in one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from overlap_train.ops.plan import make_plan
 from overlap_train.ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.select.choose import alone, fastest, gains_by_halves
+from overlap_train.select.choose import alone, fastest, halves_rows
 from overlap_train.select.cost import Estimate, Reach
 from overlap_train.select.method import NAMES, Method, Pass
 from overlap_train.select.system import SYSTEMS, System
@@ -63,7 +63,7 @@ def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
     """No measurement of a scatter decides."""
     few, table = replace(FC2, m=1024, world=8), table_of(Winner(FC2, Method("direct"), {}))
     assert choose("auto", FC2, H200, {}, all_reduces=True).method == "fused"
-    assert [choose("auto", few, H200, {}, all_reduces=how).method for how in (None, False)] == [
+    assert [choose("auto", few, H200, {}, all_reduces=how).method for how in (False, True)] == [
         "direct",
         "collective",
     ]
@@ -75,9 +75,10 @@ def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
 
 
 def test_rows_of_an_all_reduce_go_in_halves_where_the_gather_is_long_enough_to_hide() -> None:
-    fused = Method("fused")
-    assert gains_by_halves(FC2, fused, H200, 1) and not gains_by_halves(replace(FC2, m=2048), fused, H200, 1)
-    assert not gains_by_halves(FC2, Method("collective"), H200, 1) and not gains_by_halves(FC2, fused, H200, 2)
+    fused, proj = Method("fused"), replace(FC2, k=512, world=8)
+    assert halves_rows(FC2, fused, H200, 1) and not halves_rows(replace(FC2, m=2048), fused, H200, 1)
+    assert not halves_rows(proj, fused, H200, 1), "its product is too short to hide a gather"
+    assert not halves_rows(FC2, Method("collective"), H200, 1) and not halves_rows(FC2, fused, H200, 2)
     w = torch.empty(4096, 64, device="meta")
     for spec, rows, halves in (
         (LINEAR_ALL_REDUCE, 16, True),

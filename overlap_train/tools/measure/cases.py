@@ -57,7 +57,7 @@ class Case:
 
     @property
     def has_wgrad(self) -> bool:
-        """Whether the weight gradient is part of the pass: the second half of an all-reduce runs under it."""
+        """Whether the weight gradient is part of the pass: the gather of an all-reduce's sums runs under it."""
         return self.op == "dgrad_ar"
 
     def flops(self, world: int) -> float:
