@@ -188,8 +188,8 @@ def a_step_makes_each_weight_in_fp8_once() -> None:
 
 
 def transformer_engine_makes_its_own_copies_anew_after_overlapped_calls() -> None:
-    """What it is told in calls that fall back, where Megatron says at the first call of each step that it is the first. If it were
-    told that in mid-step, its backward would write over main_grad. Told nothing, it makes the weight anew."""
+    """What it is told in calls that fall back, where Megatron says at the first call of each step that it is the first. Told that
+    in mid-step, its backward would write over main_grad. Told nothing, it makes the weight anew."""
     model, told = model_of(1, 2, **RMS), []
     quietly_enable(model, OverlapConfig())
     linear, x = model.decoder.layers[0].mlp.linear_fc1, torch.ones(8, 2, 32)
