@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .config import OverlapConfig
 from .group.domain import profiled
-from .linear import applied, as_rows, as_sequence, once_differentiable, run_eagerly
+from .linear import applied, as_rows, as_sequence, in_a_graph, once_differentiable
 from .ops.gemm_ar import all_reduced
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
@@ -48,7 +48,7 @@ def linear_dgrad_all_reduce(
     Source: the GEMM + AllReduce of the Ditron paper, section E.3, is the same sum of tiles.
     """
     if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(
+        return in_a_graph(
             linear_dgrad_all_reduce, x, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
     if type(x) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
@@ -83,7 +83,7 @@ def linear_all_reduce(
     Source: as linear_dgrad_all_reduce.
     """
     if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(
+        return in_a_graph(
             linear_all_reduce, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:

@@ -187,7 +187,7 @@ def all_gather_linear(
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
     if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(
+        return in_a_graph(
             all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
         )
     if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
@@ -226,7 +226,7 @@ def linear_reduce_scatter(
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
     if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(
+        return in_a_graph(
             linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
         )
     if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
@@ -240,6 +240,13 @@ def run_eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -
     """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it. Wrapped here and not where the
     operator is defined, because that would import Dynamo, 1.4 s, with this package."""
     return torch.compiler.disable(operator)(*operands, **settings)
+
+
+def in_a_graph(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
+    """The call, as torch.compile traces it. A program that compiles nothing does not load compiled.py."""
+    from .compiled import traced
+
+    return traced(operator, *operands, **settings)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
