@@ -1,6 +1,6 @@
 """Linears of tensor parallelism as nodes of a graph of torch.compile, which sees their operands, and nothing of what runs.
 
-A node runs the autograd function that eager mode runs (linear.py, fp8.py, all_reduce.py); backward is a node of its own. What it
+A node runs the autograd function that eager mode runs (linear.py, all_reduce.py); backward is a node of its own. What it
 needs beside tensors of the graph (the planned call, the weight itself for its main_grad, what was gathered and kept) hangs on a
 ticket, a tensor that the graph saves for it.
 
@@ -26,18 +26,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
 
-from . import all_reduce, fp8, linear
+from . import all_reduce, linear
 from .config import OverlapConfig
 from .ops import spec
 from .ops.plan_cache import OnPlan, op_of
 from .ops.spec import PLAIN, PLAIN_OR_NONE
 from .ops.wgrad import is_watched
 
-_OPERATORS = {  # and its autograd functions: in the input's dtype, in fp8
-    "all_gather_linear": (spec.ALL_GATHER_LINEAR, linear._AllGatherLinear, fp8._AllGatherLinear),
-    "linear_reduce_scatter": (spec.LINEAR_REDUCE_SCATTER, linear._LinearReduceScatter, fp8._LinearReduceScatter),
-    "linear_dgrad_all_reduce": (spec.LINEAR_DGRAD_ALL_REDUCE, all_reduce._LinearDgradAllReduce, None),
-    "linear_all_reduce": (spec.LINEAR_ALL_REDUCE, all_reduce._LinearAllReduce, None),
+_OPERATORS = {  # and its autograd function
+    "all_gather_linear": (spec.ALL_GATHER_LINEAR, linear._AllGatherLinear),
+    "linear_reduce_scatter": (spec.LINEAR_REDUCE_SCATTER, linear._LinearReduceScatter),
+    "linear_dgrad_all_reduce": (spec.LINEAR_DGRAD_ALL_REDUCE, all_reduce._LinearDgradAllReduce),
+    "linear_all_reduce": (spec.LINEAR_ALL_REDUCE, all_reduce._LinearAllReduce),
 }
 _SETTINGS = tuple(setting.name for setting in fields(OverlapConfig))
 
@@ -103,7 +103,7 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(y, ticket [8] in uint8). unique: of this call alone, so that no other is the same to compilers. wanted: which gradients;
     returned: which of these autograd gets."""
-    row, function, in_fp8 = _OPERATORS[operator]
+    row, function = _OPERATORS[operator]
     if wanted[1] and _returns_dw(w, _config(config)) is not returned[1]:
         raise RuntimeError(
             f"{name}: main_grad, grad_added_to_main_grad or wgrad_store of its weight was set, or taken away, after "
@@ -114,7 +114,7 @@ def _forward(
         op = op_of(row, likes[0], likes[1], bias, _resolve_process_group(group), _config(config), name)
     kept: list[Any] = []
     context = SimpleNamespace(needs_input_grad=(*wanted, False), save_for_backward=lambda *saved: kept.extend(saved))
-    context.function = function if op.plan.amax is None else in_fp8
+    context.function = function
     with torch.no_grad():
         y = context.function.forward(context, x, w, bias, op)
     if not any(wanted):
@@ -139,7 +139,7 @@ def _(
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _, x, w, *_, config, _, wanted, ctx.returned = inputs
-    ctx.length, in_fp8 = x.shape[0], "'fp8': 'tensorwise'" in config  # where the ticket has what is saved of x
+    ctx.length, in_fp8 = x.shape[0], "'fp8': 'tensorwise" in config  # where the ticket has what is saved of x
     ctx.save_for_backward(x if wanted[1] and not in_fp8 else None, w, output[1])
 
 
