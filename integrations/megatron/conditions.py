@@ -50,7 +50,8 @@ NOTHING: Mapping[str, Any] = {}
 _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 _ONLY_TE = "only TransformerEngine's linears compute in it"
 OUR_FP8 = {"hybrid": "tensorwise", "e4m3": "tensorwise_e4m3"}  # Megatron's format -> OverlapConfig.fp8
-_IN_OURS = "--fp8-recipe tensorwise: in that ours compute, too"
+_OUR_FP8_BY_TE = "--fp8-format, or take --fp8-recipe tensorwise: in that ours compute, too"
+_OUR_FP8_ALONE = "--fp8-format, and without TransformerEngine take --overlap-train-fp8 tensorwise"
 _ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
 _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
     "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
@@ -58,7 +59,7 @@ _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
         "with it TransformerEngine computes an MLP without calling its linears",
         "--use-transformer-engine-op-fuser",
     ),
-    "fp8": (_ONLY_TE, f"--fp8-format, or take {_IN_OURS}"),
+    "fp8": (_ONLY_TE, _OUR_FP8_BY_TE if megatron_te.HAVE_TE else _OUR_FP8_ALONE),
     "fp4": (_ONLY_TE, "--fp4-format"),
     "cpu_offloading": (_ON_THE_GPU, "--cpu-offloading-num-layers"),
     "fine_grained_activation_offloading": (_ON_THE_GPU, "--fine-grained-activation-offloading"),
@@ -146,7 +147,7 @@ def _fp8_reason(linear: ParallelLinear, weight: torch.Tensor, rows: int) -> str 
         return "a weight in fp8 of a linear that is not in fp8" if is_in_fp8(weight) else None
     may_fall_back = getattr(linear.config, "fp8", None) or linear.overlap.config.on_unsupported != "error"
     if may_fall_back and not fits_fp8(rows, weight):
-        return f"fp8 with {rows} rows and a weight {tuple(weight.shape)}: no multiples of 16"
+        return f"fp8 with {f'{rows} rows' if rows % 16 else f'a weight {tuple(weight.shape)}'}: not a multiple of 16"
     if is_in_fp8(weight) and (is_watched(weight) or not accumulates(linear, weight, linear.overlap.config)):
         return "a weight in fp8 whose gradient does not go into main_grad"  # autograd would give it the dtype of the numbers
     return None

@@ -79,7 +79,10 @@ class LinearReport:
 
     @property
     def calls(self) -> str:
-        """How often each path has run, for example "overlapped 8, expert 2"; of collective "not overlapped 8"."""
+        """How often each path has run, for example "overlapped 8, activations are offloaded to the CPU 2"; of collective "not
+        overlapped 8"; of what has only run Megatron's own code, for the reason beside it, "fallback 8"."""
+        if not self.overlapped_calls and [reason for reason, _ in self.fallback_calls] == [self.reason]:
+            return f"fallback {self.fallback_calls[0][1]}"
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
@@ -98,6 +101,10 @@ class Report:
         heading, *lines = _lines(rows)
         rule = "-" * max(map(len, (heading, *lines)))
         passes = _lines_of_passes(rows)
+        if any("AR" in (row.fprop + row.dgrad).split() for row in rows):
+            passes.append(
+                "no sequence parallelism: sums are all-reduced, of which less is hidden than with --sequence-parallel"
+            )
         notes = [] if self.problem is None else [f"overlap_train: {self.problem}"]
         return "\n".join([*notes, heading, rule, *lines, *([rule, *passes] if passes else [])])
 

@@ -131,7 +131,7 @@ class OperatorSpec:
 
     def fp8_error(self, x: torch.Tensor, w: torch.Tensor, world_size: int, nodes: int, name: str) -> str | None:
         """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear."""
-        off = "use fp8='off' for it (--overlap-train-fp8)"
+        off = "use fp8='off' (leave out --overlap-train-fp8, or take --overlap-train-on-unsupported fallback)"
         if self.replicated or self.fprop.exchanges or not self.multiplies:
             return f"{name}: {self.name} has no form in fp8; {off}"
         if nodes > 1:
@@ -146,10 +146,8 @@ class OperatorSpec:
             return f"{name}: fp8 with {self.x_name} in float32: cuBLASLt gives bfloat16 or float16; cast it, or {off}"
         rows = self.global_rows(x, world_size)
         if not fits_fp8(rows, w):
-            return (
-                f"{name}: fp8 with {rows} rows of all ranks and {self.w_name} {tuple(w.shape)}: tensor cores want multiples of "
-                f"16 of them in fp8; pad them, or {off}"
-            )
+            odd = f"{rows} rows of all ranks" if rows % 16 else f"{self.w_name} {tuple(w.shape)}"
+            return f"{name}: fp8 with {odd}: tensor cores want multiples of 16; pad it, or {off}"
         return None
 
     @property

@@ -25,7 +25,8 @@ from ..pictures import plots
 from . import layers, operators, timeline, turns
 
 SLOW = (
-    "bench: no GPU here, so all is in fp32. To try the code on CPU processes, take the model tiny and 16 rows or tokens"
+    "bench: no GPU here, so products are in fp32. To try the code on CPU processes, take the model tiny (--shapes tiny "
+    "--rows 16, or --layers tiny-mlp --seq 16, or --models tiny --seq 16); large shapes take minutes each"
 )
 METHODS_HELP = (
     f"of {','.join(METHODS)}; default fused,direct (inside a node),chunked,collective; on the CPU chunked,collective"
@@ -62,6 +63,8 @@ class Operators(Bench):
     all_reduce: bool = option(False, "instead, those without sequence parallelism (GEMM+AR); any number of rows")
 
     def __post_init__(self) -> None:
+        if self.fp8 and any(m % 16 for m in self.rows):
+            raise ValueError(f"--rows {' '.join(map(str, self.rows))} with --fp8: it takes multiples of 16 only")
         if self.fp8 and self.all_reduce:
             raise ValueError("--fp8 with --all-reduce: GEMM + AR has no form in fp8; leave one of them out")
 
