@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 
 from triton.runtime._async_compile import active_mode
 
+from overlap_train import fp8
 from overlap_train.config import OverlapConfig
 from overlap_train.gpu import compiling as under_test
 from overlap_train.gpu.launch import LaunchCache
@@ -81,7 +82,12 @@ def _run(op: PlannedOp, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | N
     """Forward and backward, as the autograd functions make them."""
     dw: Any = SimpleNamespace(add=lambda dy, x: None, is_delayed=False)
     spec, domain = op.plan.spec, op.domain
-    if spec == ALL_GATHER_LINEAR:
+    if op.plan.amax is not None:
+        column = spec == ALL_GATHER_LINEAR
+        forward, backward = (fp8.column_forward, fp8.column_backward) if column else (fp8.row_forward, fp8.row_backward)
+        y, saved = forward(op, x, w, bias, True, True)
+        backward(op, y, saved, w, SimpleNamespace(add_scaled=lambda dy, x: None, is_delayed=False), True)  # type: ignore[arg-type]
+    elif spec == ALL_GATHER_LINEAR:
         y, kept = column_forward(op, x, w, bias)
         column_backward(op, y, kept, w, dw, True)
     elif spec == LINEAR_REDUCE_SCATTER:
@@ -116,7 +122,7 @@ def _plan(domain: Domain, spec: Any, config: OverlapConfig, x: torch.Tensor, w: 
     return make_plan(spec, config, UNTUNED, domain.topology, x_there, w)
 
 
-def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool) -> tuple[int, int, int]:
+def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool, in_fp8: str = "off") -> tuple[int, int, int]:
     """(kernels that were started ahead, launches of a forward and backward pass, kernels that these have compiled)."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -134,7 +140,7 @@ def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool) -> tu
 
     card, device = (
         SimpleNamespace(name="NVIDIA H200", multi_processor_count=132),
-        hash((spec.name, method, gathered_input, has_bias)),
+        hash((spec.name, method, gathered_input, has_bias, in_fp8)),
     )
     target = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_stream=lambda device: 0,
@@ -153,7 +159,8 @@ def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool) -> tu
         x = torch.zeros(ROWS, K // 2 if spec == ALL_TO_ALL_LINEAR else K, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(N, K, dtype=torch.bfloat16, requires_grad=True)
         bias = torch.zeros(N, dtype=torch.bfloat16) if has_bias else None
-        plan = _plan(domain, spec, OverlapConfig(method=method, gathered_input=gathered_input), x, w)
+        config = OverlapConfig(method=method, gathered_input=gathered_input, fp8=in_fp8)
+        plan = _plan(domain, spec, config, x, w)
         compile_ahead(domain, plan, x, w, bias)
         for future in under_test._mode().future_kernels.values():
             future.result()
@@ -183,6 +190,15 @@ def test_what_was_compiled_ahead_is_what_calls_launch(
 ) -> None:
     ahead, launches, compiled = compiling.submit(_compiled, spec, method, gathered_input, has_bias).result(timeout=120)
     assert ahead and launches and not compiled
+
+
+@pytest.mark.parametrize("method", ["fused", "direct"])
+@pytest.mark.parametrize("spec", LINEARS[:2], ids=lambda spec: spec.name)
+def test_what_calls_in_fp8_launch_is_what_kernels_take(compiling: ProcessPoolExecutor, spec: Any, method: str) -> None:
+    """None of it is compiled ahead. Largest elements are words; quantisers, products, transposes."""
+    told = (spec, method, "regather", True, "tensorwise")
+    ahead, launches, compiled = compiling.submit(_compiled, *told).result(timeout=120)
+    assert ahead == 0 and launches > compiled >= 6
 
 
 @pytest.mark.usefixtures("hopper_gpu")
