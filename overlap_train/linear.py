@@ -4,8 +4,8 @@
                                                                        under the end of the RS
     linear_reduce_scatter (row)     forward  GEMM + RS       backward  AG(dy) + GEMM for dx; dw with the dy just gathered
 
-The passes are here; parts of a long sequence under Ulysses call them one by one, too (ulysses/two_groups.py). ops/spec.py has a
-row for each operator, ops/plan.py what a plan decides.
+The passes are here, those in fp8 in fp8.py; parts of a long sequence under Ulysses call them one by one, too
+(ulysses/two_groups.py). ops/spec.py has a row for each operator, ops/plan.py what a plan decides.
 
 W ranks; M global rows (the product of all leading dimensions, the first of which is sharded); K input and N output features.
 """

@@ -115,7 +115,8 @@ class LinearOverlap:
 
     def config_of(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
         """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
-        gradient accumulation fusion only."""
+        gradient accumulation fusion only. Tells the weight of its fp8 copies of this step, and of TE's store of delayed
+        gradients."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
         fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None) or "", self.config.fp8)
         fp8 = "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8

@@ -244,10 +244,8 @@ def make_plan(
     amax = planner.amax_gather(fprop, device) if fp8 else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     how += f", fp8={config.fp8}" * fp8
-    methods, received = (
-        {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None},
-        spec.slot_bytes(x, w, world),
-    )
+    methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}
+    received = spec.slot_bytes(x, w, world)
     words = received if LOW_LATENCY in methods else 0
     if amax is not None and amax.method == LOW_LATENCY:
         words = max(words, AMAX_BYTES * world)

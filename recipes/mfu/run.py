@@ -148,9 +148,8 @@ def without_communication() -> Iterator[None]:
     """
     all_reduce = dist.all_reduce
 
-    def of_others(
-        tensor: torch.Tensor, *rest: Any, **named: Any
-    ) -> Any:  # [s, b, h]: activations of linears and the embedding
+    def of_others(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        # [s, b, h]: activations of linears and the embedding
         return _Done() if tensor.dim() == 3 else all_reduce(tensor, *rest, **named)
 
     with ExitStack() as patches:
