@@ -17,7 +17,7 @@ for what their peers' CTAs owe in those that come after (units_in_run).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_scaled import UNSCALED, half_product, no_whole_product, scale_of_product, whole_product
+from .hopper_scaled import PRECISE, UNSCALED, half_product, no_whole_product, scale_of_product, whole_product
 from .hopper_stores import make_outbox, put_quarter, store_strip, stores_are_written
 from .hopper_tiles import (
     NO_TILE,
@@ -104,11 +104,13 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
         target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
         col, _ = columns_of(tile_n, side, BLOCK_N)
         if side == WHOLE:
-            if strip < strips:
+            # A strip beyond the run has no rows, and the other group has the tensor cores for itself. Not with sums in fp32: a
+            # second way to them spills 330 bytes, and products take 1.4 times as long.
+            if SCALING == PRECISE or strip < strips:
                 left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N,
                                                   STAGES, B_IS_NK, SCALING)  # fmt: skip
-            else:  # beyond the run: it has no rows, and the other group has the tensor cores for itself
-                left, right, step = no_whole_product(panels, step, k_steps, ROWS, BLOCK_N, STAGES, SCALING)
+            else:
+                left, right, step = no_whole_product(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
             if REDUCE and target == rank:
                 # In the order of ranks. Unrolled, the additions came last and 550 bytes spilled.
                 for _ in range(WORLD - 1):
@@ -120,7 +122,7 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
             put_quarter(outbox, turn, left, PART, 0, BUFFERS)
             put_quarter(outbox, turn, right, PART, 1, BUFFERS)
         else:  # of own rows
-            if strip < strips:
+            if SCALING == PRECISE or strip < strips:
                 half, step = half_product(panels, step, b_half_desc, k_steps, scale, PART, ROWS, HALF, STAGES,
                                           B_IS_NK, SCALING)  # fmt: skip
             else:

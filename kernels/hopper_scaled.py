@@ -44,15 +44,10 @@ def whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, PART: gl.co
 
 
 @gluon.jit
-def no_whole_product(panels, step, k_steps, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
-                     SCALING: gl.constexpr):  # fmt: skip
+def no_whole_product(panels, step, k_steps, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr):
     """As whole_product, of a strip without rows: zeros, while the panels go by."""
-    if SCALING == PRECISE:
-        left, step = pass_tile(panels, step, k_steps, ROWS, COLS // 2, STAGES)
-        right = left
-    else:
-        acc, step = pass_tile(panels, step, k_steps, ROWS, COLS, STAGES)
-        left, right = split_tile(acc, ROWS, COLS)
+    acc, step = pass_tile(panels, step, k_steps, ROWS, COLS, STAGES)
+    left, right = split_tile(acc, ROWS, COLS)
     return left, right, step
 
 

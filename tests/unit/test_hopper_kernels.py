@@ -202,6 +202,8 @@ ONE_BYTE = [
     ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": TENSORS, "DIRECT": True}),
     ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": TENSORS, "DIRECT": False, "bias": True}),
     ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False}),
+    ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False, "REDUCE": False}),
+    ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": True, "WORLD": 2}),
 ]
 
 
