@@ -31,6 +31,7 @@ from overlap_train.integrations.megatron.attention import (
 )
 from overlap_train.integrations.megatron.conditions import Problem, bad_combination, divides_weights
 from overlap_train.integrations.megatron.linears import (
+    CompileAhead,
     Model,
     chunks_of,
     fused_mlp,
@@ -95,7 +96,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             exchanging = attentions.exchanges(linear)
             forms = exchanging_forms(divides_weights(linear)) if exchanging else overlapped_forms()
             turn_linear(linear, forms[type(linear)], config, slot, name)
-        mark_shared_weights(chunks, overlapped_linears(chunks))
+        linears = overlapped_linears(chunks)
+        mark_shared_weights(chunks, linears)
+        CompileAhead([linear for linear in linears if divides_weights(linear) and not attentions.exchanges(linear)])
         FirstTable(chunks)
     told = None if problem is None else str(problem)
     _tell_user(chunks, told)

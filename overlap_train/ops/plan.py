@@ -193,6 +193,8 @@ class Plan:
 
     amax: in fp8, how ranks tell each other the largest elements of what is gathered.
 
+    rows: of all ranks, M.
+
     Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
     send all their partials instead. halves: the rows go in two halves, and these are passes of one.
     """
@@ -205,6 +207,7 @@ class Plan:
     wgrad: EnginePlan | None
     request: Request
     dtype: torch.dtype
+    rows: int
     gather: EnginePlan | None = None
     one_shot: bool = False
     halves: bool = False
@@ -254,7 +257,7 @@ def make_plan(
         slot_bytes=received if methods - {"collective", LOW_LATENCY} else 0,
         flagged_bytes=flagged_bytes(words, world),
     )  # fmt: skip
-    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype, amax=amax)
+    return Plan(spec, config, fprop, dgrad, dgrad_alone, wgrad, request, x.dtype, first.m, amax=amax)
 
 
 def _all_reducing(
@@ -283,7 +286,7 @@ def _all_reducing(
         slot_bytes=received if sends and plan.method not in ("collective", LOW_LATENCY) else 0,
         flagged_bytes=by_words * (words if one_shot else flagged_bytes(received, world)),
     )  # fmt: skip
-    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, gather, one_shot, halves)
+    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, one_shot, halves)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ class PlanCache:
         else:
             prepare(domain, planned.request, problem, name, _trained(x, w))
             if domain.on_gpu:
-                _compile_ahead(domain, planned.plan, operands, name)
+                _compile_ahead(domain, lambda: [(planned.plan, operands)], name)
         for agreed in (any_rows, these_rows):
             self.agreed.put(agreed, True)
         return self.plans.put(key, {layout: planned})[layout]
@@ -142,6 +142,20 @@ class PlanCache:
         if not (tries and config.tune_steps and trains) or spec.replicated:
             return planned
         return self.runs.begun(planned, config, self.table, x, w)
+
+    def foreseen(self, rows: int, linears: Iterable[Foreseen]) -> list[tuple[Plan, Operands]]:
+        """Plans of calls with `rows` rows of all ranks, and operands like theirs; without those that would raise."""
+        world, found = self.domain.world_size, dict[object, tuple[Plan, Operands]]()
+        for spec, w, bias, config in linears:
+            key = (spec.name, w.shape, w.dtype, w.stride(), w.requires_grad, bias is None, config)
+            if key in found or type(w) not in PLAIN:
+                continue
+            mine = rows // world if spec.sends_input and not spec.replicated else rows
+            x = w.new_empty(()).expand(mine, w.shape[-1]).requires_grad_()
+            plan = make_plan(spec, config, self.table, self.domain.topology, x, w)
+            if spec.error(x, w, bias, world, spec.name) is None and error_here(plan, self.domain) is None:
+                found[key] = plan, (x, w, bias)
+        return list(found.values())
 
     def end_run(self, trial: Autotune, name: str) -> None:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
@@ -180,12 +194,30 @@ def made_cache(domain: OverlapDomain | None) -> PlanCache | None:
     return None if cache is None or cache.domain is not domain else cache
 
 
-def _compile_ahead(domain: OverlapDomain, plan: Plan, operands: Operands, name: str) -> None:
+class Foreseen(NamedTuple):
+    """What calls of a linear in training will be like."""
+
+    spec: OperatorSpec
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    config: OverlapConfig
+
+
+def foresee(group: dist.ProcessGroup, rows: int, linears: Iterable[Foreseen], name: str) -> None:
+    """Start to compile what the linears of a model launch, in the call of one of them, `name`, with `rows` rows of all ranks. By
+    itself each linear's first call starts with its own kernels, and waits for them."""
+    cache = _caches[group]
+    if cache.domain.on_gpu:
+        with torch.enable_grad():  # also in a forward pass that backward recomputes
+            _compile_ahead(cache.domain, lambda: cache.foreseen(rows, linears), name)
+
+
+def _compile_ahead(domain: OverlapDomain, calls: Callable[[], list[tuple[Plan, Operands]]], name: str) -> None:
     """Start to compile what calls launch. Whatever goes wrong, launches do it: peers have agreed on the call, and come to it."""
     try:
         from .rehearsal import compile_ahead
 
-        compile_ahead(domain, plan, *operands)
+        compile_ahead(domain, calls())
     except Exception as error:
         warn_user(f"{name}: its kernels are compiled only as they are launched: {error!r}")
 

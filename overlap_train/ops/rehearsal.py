@@ -1,5 +1,5 @@
-"""What a plan will launch, found by running its engines on tensors without memory. So all of it, backward too, is compiled from
-the first call on, and forward waits for its own kernels only.
+"""What a plan will launch, found by running its engines on tensors without memory. So all of it, backward and other linears of
+a model too, is compiled from the first call on, and forward waits for its own kernels only.
 
 Triton compiles for dtypes, alignments, strides, and sizes other than rows, which meta tensors of torch have. A launch that this
 misses, as of an operand that is not aligned, costs time only: it is compiled when it comes.
@@ -8,7 +8,7 @@ misses, as of an operand that is not aligned, costs time only: it is compiled wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from ..group.workspace import Workspace
 from .plan import EnginePlan, Plan
 
 _TAG = Tag("overlap_train/rehearsal", "")
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 
 
 class _Rehearsal(Workspace):
@@ -58,15 +59,15 @@ class _NoCopies:
     keep = wait_kept = push
 
 
-def compile_ahead(
-    domain: OverlapDomain, plan: Plan, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Start to compile what calls of `plan` with operands like these launch, each rank of a node another kernel first."""
+def compile_ahead(domain: OverlapDomain, calls: Iterable[tuple[Plan, Operands]]) -> None:
+    """Start to compile what calls by these plans with such operands launch, each rank of a node another kernel first."""
     from ..gpu.compiling import start  # imports Triton
 
-    # Products, which have the most arguments and take longest, before small kernels.
-    launches = sorted(launches_of(domain, plan, x, w, bias), key=lambda one: -len(one.arguments))
-    first = domain.rank % max(1, len(launches))
+    launches = [one for plan, operands in calls for one in launches_of(domain, plan, *operands)]
+    launches.sort(
+        key=lambda one: -len(one.arguments)
+    )  # products, which have the most and take longest, before small kernels
+    first = domain.rank * len(launches) // domain.world_size
     for one in launches[first:] + launches[:first]:
         start(one.kernel, one.grid, one.arguments, one.constants)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import megatron.core
 import pytest
@@ -14,6 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from overlap_train import OverlapConfig
+from overlap_train.group.registry import made_domain
 from overlap_train.integrations.megatron import (
     OverlappedColumnParallelLinear,
     OverlappedRowParallelLinear,
@@ -21,8 +24,10 @@ from overlap_train.integrations.megatron import (
     gpt_block_spec,
     report,
 )
+from overlap_train.integrations.megatron import linears as under_test
+from overlap_train.ops.plan_cache import made_cache
 from tests.megatron.linears import assert_same, column_pair, model_config, row_pair, run
-from tests.megatron.models import LLAMA, Recipe, gpt, quietly_enable, wrap
+from tests.megatron.models import LLAMA, Recipe, batches, forward_backward, gpt, quietly_enable, wrap
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.test_spec import MIXTURE
 from tests.megatron.workers import on_ranks
@@ -291,3 +296,24 @@ def test_a_version_that_nobody_has_tried_is_named_on_rank_zero() -> None:
                 told = quietly_enable(model, OverlapConfig(on_unsupported="fallback"))
             says = f"\noverlap_train: Megatron-Core {version} was not tested" in told
             assert says == (torch.distributed.get_rank() == 0 and not is_tried)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks
+def test_what_is_foreseen_at_the_first_call_is_what_all_linears_plan(sequence_parallel: bool) -> None:
+    """Once, by the first linear that is called."""
+    recipe = Recipe({**LLAMA, "sequence_parallel": sequence_parallel})
+    model = gpt(recipe)
+    quietly_enable(model, OverlapConfig())
+    asked = []
+    with mock.patch.object(under_test, "foresee", lambda *call: asked.append((*call[:2], list(call[2]), call[3]))):
+        forward_backward(recipe, wrap(recipe, model), batches())
+    ((group, rows, calls, name),) = asked
+    assert name == "decoder.layers.0.self_attention.linear_qkv" and len(calls) == 2 * 4 + 1
+    found = {w: plan for plan, (x, w, bias) in made_cache(made_domain(group)).foreseen(rows, calls)}
+    assert len(found) == 5
+    for linear in under_test.overlapped_linears(model)[:4]:
+        plan = linear.overlap.plan
+        # Neither where a weight gradient goes nor the number of x's dimensions changes what is compiled.
+        same = replace(found[linear.weight], config=plan.config, request=plan.request)
+        assert repr(same) == repr(plan)  # passes are equal only to themselves

@@ -161,7 +161,7 @@ def _compiled(spec: Any, method: str, gathered_input: str, has_bias: bool, in_fp
         bias = torch.zeros(N, dtype=torch.bfloat16) if has_bias else None
         config = OverlapConfig(method=method, gathered_input=gathered_input, fp8=in_fp8)
         plan = _plan(domain, spec, config, x, w)
-        compile_ahead(domain, plan, x, w, bias)
+        compile_ahead(domain, [(plan, (x, w, bias))])
         for future in under_test._mode().future_kernels.values():
             future.result()
         ahead = len(started)
