@@ -121,7 +121,7 @@ def _backward(case: Case, domain: OverlapDomain, choice: Choice, like: Operands)
     dgrad = replace(plan_of(case, domain, choice.by(barrier_first=True), like), beside_wgrad=True)
     wgrad = planner_of(domain.topology, domain.config).sent_again(replace(dgrad, kind=dgrad.kind.dgrad))
     request = Request(case.op, f"{case.name} by {choice.how}")
-    plan = Plan(ALL_GATHER_LINEAR, domain.config, dgrad, dgrad, dgrad, wgrad, request, like.left.dtype)
+    plan = Plan(ALL_GATHER_LINEAR, domain.config, dgrad, dgrad, dgrad, wgrad, request, like.left.dtype, case.m)
     linear = PlannedOp(domain, plan, f"tune {choice.how}", (), trains=True)
 
     def run(o: Operands) -> torch.Tensor | None:
