@@ -176,13 +176,12 @@ class CompileAhead:
 
 
 def foreseen(linear: Any) -> Foreseen | None:
-    """What calls of an overlapped linear will be like. None: nothing is sent for it, its weight comes with the call, or it is in
-    fp8, of which nothing is compiled ahead."""
+    """What calls of an overlapped linear will be like. None: nothing is sent for it, or its weight comes with the call."""
     weight, overlap = linear.weight, linear.overlap
-    if weight is None or standing_reason(linear, weight) is not None or overlap.fp8_of(linear) != "off":
+    if weight is None or standing_reason(linear, weight) is not None:
         return None
     spec = _OPERATORS[attribute(linear, "input_is_parallel", False), linear.sequence_parallel][0]
-    return Foreseen(spec, weight, biases(linear)[0], replace(overlap.config, fp8="off"))
+    return Foreseen(spec, weight, biases(linear)[0], replace(overlap.config, fp8=overlap.fp8_of(linear)))
 
 
 def product(

@@ -22,6 +22,8 @@ from ..group.slots import Call, Slot
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from .plan import EnginePlan, Plan
+from .product import Fp8Matrix, Right
+from .quantize import FORWARD, GRADIENT
 
 _TAG = Tag("overlap_train/rehearsal", "")
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
@@ -75,9 +77,9 @@ def compile_ahead(domain: OverlapDomain, calls: Iterable[tuple[Plan, Operands]])
 def launches_of(
     domain: OverlapDomain, plan: Plan, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
 ) -> list[Launch]:
-    """What compile_ahead starts. None across nodes, where launches depend on what has arrived, and none of fp8."""
+    """What compile_ahead starts; of fp8 the products alone. None across nodes, where launches depend on what has arrived."""
     passes = [one for one in _passes(plan, x, w) if one[0].slots]
-    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or plan.amax is not None:
+    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node":
         return []
     workspace, here = _Rehearsal(domain), copy.copy(domain)
     here.workspace, here.engine = workspace, cast(Any, _NoCopies())
@@ -114,6 +116,7 @@ def _rehearse(
     mine, b_kn = rows // ranks, torch.empty_strided(b_kn.shape, b_kn.stride(), dtype=b_kn.dtype, device="meta")
     multiplies = engine not in (plan.wgrad, plan.gather)
     is_read = engine is not plan.fprop or plan.wgrad is None  # what is received, for a weight gradient
+    right, sent = _operands(plan, engine, b_kn)
     if kind.sums_blocks:
         blocks = engine.start(domain, _TAG, b_kn.new_empty(ranks, mine, k // ranks))
         if multiplies:
@@ -121,14 +124,24 @@ def _rehearse(
         if is_read:
             blocks.received_view()
     elif kind.gathers:
-        gather = engine.start(domain, _TAG, b_kn.new_empty(mine, k))
+        gather = engine.start(domain, _TAG, sent.new_empty(mine, k))
         if multiplies:
-            gather.matmul(b_kn, bias)
+            gather.matmul(right, bias)
         if engine in (plan.dgrad, plan.wgrad):
             gather.keep_own(plan.dgrad)
         if is_read:
             gather.gathered_view()
     elif kind.reduces:
-        engine.start(domain, _TAG, b_kn.new_empty(rows, k), b_kn, bias).finish()
+        engine.start(domain, _TAG, sent.new_empty(rows, k), right, bias).finish()
     else:
         engine.start(domain, _TAG, b_kn.new_empty(mine, k), b_kn).received()
+
+
+def _operands(plan: Plan, engine: EnginePlan, b_kn: torch.Tensor) -> tuple[Right, torch.Tensor]:
+    """(b as a pass multiplies by it, a tensor of the dtype in which its other operand is sent or multiplied)."""
+    if plan.amax is None:
+        return b_kn, b_kn
+    dtype = FORWARD if engine in (plan.fprop, plan.wgrad) else GRADIENT[plan.config.fp8]
+    inverse = torch.empty(1, dtype=torch.float32, device="meta")
+    b_nk = b_kn.new_empty(b_kn.shape[::-1], dtype=FORWARD)
+    return Fp8Matrix(b_nk, inverse, inverse, plan.dtype, engine is plan.fprop), b_kn.to(dtype)
