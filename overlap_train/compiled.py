@@ -139,7 +139,7 @@ def _(
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _, x, w, *_, config, _, wanted, ctx.returned = inputs
-    ctx.length, in_fp8 = x.shape[0], "'fp8': 'tensorwise" in config  # where the ticket has what is saved of x
+    ctx.length, in_fp8 = x.shape[0], "'fp8': 'off'" not in config  # where the ticket has what is saved of x
     ctx.save_for_backward(x if wanted[1] and not in_fp8 else None, w, output[1])
 
 

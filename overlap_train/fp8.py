@@ -1,4 +1,5 @@
-"""The passes of column and row linears in fp8; linear.py has those of other dtypes, and the autograd functions of all.
+"""The passes of column and row linears in fp8 with one scale a tensor; linear.py has those of other dtypes, and the autograd
+functions of all; blockwise.py those with a scale for each block.
 
     y = x8 @ w8.T * x_inverse * w_inverse           e4m3 by e4m3
     dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 (or e4m3) by e4m3
@@ -22,7 +23,7 @@ from .ops.quantize import FORWARD, GRADIENT, Fp8Copies, Quantized, largest, quan
 from .ops.wgrad import WeightGradient
 
 
-def _copies(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
+def copies_of(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
     """What calls keep of a weight. Replays of a CUDA graph would never see the next one."""
     copies: Fp8Copies | None = getattr(w, "fp8_copies", None)
     if copies is None or not linear.domain.is_capturing():
@@ -32,7 +33,7 @@ def _copies(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
 
 def forward_weight(linear: PlannedOp, w: torch.Tensor, wants_dx: bool) -> tuple[Quantized, torch.Tensor | None]:
     """(w by rows, its largest elements for backward). None: backward finds columns among the copies."""
-    copies = _copies(linear, w)
+    copies = copies_of(linear, w)
     if copies is None:
         w_amax = largest(linear.domain, w)
         return quantized(linear.domain, w, w_amax, FORWARD), w_amax
@@ -43,7 +44,7 @@ def forward_weight(linear: PlannedOp, w: torch.Tensor, wants_dx: bool) -> tuple[
 
 def backward_weight(linear: PlannedOp, w: torch.Tensor, w_amax: torch.Tensor | None) -> Quantized:
     """w by columns. w_amax: by forward_weight."""
-    copies = _copies(linear, w) if w_amax is None else None
+    copies = copies_of(linear, w) if w_amax is None else None
     if copies is not None:
         return copies.of(linear.domain, w, columns=True)
     w_amax = largest(linear.domain, w) if w_amax is None else w_amax

@@ -95,9 +95,9 @@ class PlanCache:
         """
         (x, w, bias), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
-        error = problem or spec.error(x, w, bias, domain.world_size, name, config.fp8 != "off")
+        error = problem or spec.error(x, w, bias, domain.world_size, name, config.fp8.startswith("tensorwise"))
         if config.fp8 != "off":
-            error = error or spec.fp8_error(x, w, domain.world_size, domain.topology.nodes, name)
+            error = error or spec.fp8_error(x, w, domain.world_size, domain.topology.nodes, name, config.fp8)
         planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
         if known is not None and problem is not None:

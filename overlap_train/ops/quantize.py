@@ -1,4 +1,4 @@
-"""Matrices as fp8 with one scale each, which CPUs and GPUs find alike, to the bit.
+"""Matrices as fp8 with one scale each, which CPUs and GPUs find alike, to the bit; blocks.py has those with a scale for each block.
 
     scale = largest number of the format / largest element       x8 = x * scale, rounded and saturated       x is about x8 / scale
 
@@ -7,7 +7,8 @@ Source: TransformerEngine's current scaling, whose formulas these are, but for i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,11 +23,13 @@ _BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a pro
 
 
 class Quantized(NamedTuple):
-    """x [M, K] in fp8. rows: as x lies; columns: [K, M], contiguous; None: not asked for. inverse: fp32 [1], 1 / scale."""
+    """x [M, K] in fp8. rows: as x lies; columns: [K, M], contiguous; None: not asked for. inverse: fp32 [1], 1 / scale; of a matrix
+    with a scale for each square (blocks.py) those of rows, and inverse_of_columns."""
 
     rows: torch.Tensor | None
     columns: torch.Tensor | None
     inverse: torch.Tensor
+    inverse_of_columns: torch.Tensor | None = None
 
 
 class Fp8Copies:
@@ -51,19 +54,39 @@ class Fp8Copies:
         self.made: Quantized | None = None
         self._made_of: object = None
 
-    def of(self, domain: OverlapDomain, w: torch.Tensor, columns: bool) -> Quantized:
-        """w [N, K] by rows, and by columns where they are asked for, now or before: both in one read."""
-        of = (w.data_ptr(), 0 if w.is_inference() else w._version, w.shape, w.device)
+    def of(self, domain: OverlapDomain, w: torch.Tensor, columns: bool, make: Make | None = None) -> Quantized:
+        """w [N, K] by rows, and by columns where they are asked for, now or before: both in one read. make: how; None: with one
+        scale."""
+        of = (w.data_ptr(), 0 if w.is_inference() else w._version, w.shape, w.device, make)
         if self.made is None or self._made_of != of:
             self._made_of = of
             if self.inverse is None:
-                self.made = quantized(domain, w, largest(domain, w), FORWARD, columns=columns)
+                self.made = (make or _with_one_scale)(domain, w, True, columns)
             else:
                 self.made = Quantized(w.detach(), None, self.inverse)
         if columns and self.made.columns is None:
-            assert self.made.rows is not None
-            self.made = self.made._replace(columns=transposed(domain, self.made.rows))
+            self.made = _with_columns(domain, self.made)
         return self.made
+
+
+Make: TypeAlias = Callable[[OverlapDomain, torch.Tensor, bool, bool], Quantized]  # of a matrix by rows, by columns
+
+
+def _with_one_scale(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
+    return quantized(domain, w, largest(domain, w), FORWARD, rows, columns)
+
+
+def _with_columns(domain: OverlapDomain, made: Quantized) -> Quantized:
+    assert made.rows is not None
+    inverse = turned_scales(made.inverse, *made.rows.shape) if made.inverse.dim() == 2 else None
+    return made._replace(columns=transposed(domain, made.rows), inverse_of_columns=inverse)
+
+
+def turned_scales(inverse: torch.Tensor, m: int, k: int) -> torch.Tensor:
+    """Inverse scales of the squares of a matrix [m, k], for its columns; see Quantized."""
+    turned = inverse.new_zeros(k // 128, -(-m // 512) * 4)
+    turned[:, : m // 128] = inverse[:, : k // 128].t()
+    return turned
 
 
 def largest(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
@@ -109,12 +132,12 @@ def quantized_by_torch(
 
 
 def transposed(domain: OverlapDomain, x8: torch.Tensor) -> torch.Tensor:
-    """x8 [M, K] as [K, M], contiguous."""
+    """x8 [M, K], whose rows may lie apart, as [K, M], contiguous."""
     if not domain.on_gpu:
         return x8.t().contiguous()
     y8 = x8.new_empty(x8.shape[::-1])
-    x_at = x8.data_ptr()
-    domain.launches.run(("transpose", x8.shape, x_at % 16), (x_at, y8.data_ptr()), _transpose_launch, x8, y8)
+    x_at, key = x8.data_ptr(), ("transpose", x8.shape, x8.stride(0), x8.data_ptr() % 16)
+    domain.launches.run(key, (x_at, y8.data_ptr()), _transpose_launch, x8, y8)
     return y8
 
 
@@ -145,7 +168,7 @@ def _transpose_launch(x8: torch.Tensor, y8: torch.Tensor) -> Launch:
     from ..kernels.quantize import transpose_kernel
 
     m, k = x8.shape
-    arguments = dict(x_ptr=x8.view(torch.uint8), y_ptr=y8.view(torch.uint8), m=m, k=k)
+    arguments = dict(x_ptr=x8.view(torch.uint8), y_ptr=y8.view(torch.uint8), m=m, k=k, stride=x8.stride(0))
     return Launch(transpose_kernel, _grid(m, k), arguments, dict(_TILE), (("x_ptr",), ("y_ptr",)))
 
 

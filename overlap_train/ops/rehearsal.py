@@ -76,7 +76,7 @@ def launches_of(
 ) -> list[Launch]:
     """What compile_ahead starts. None across nodes, where launches depend on what has arrived, and none of fp8."""
     passes = [one for one in _passes(plan, x, w) if one[0].slots]
-    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or plan.amax is not None:
+    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or plan.config.fp8 != "off":
         return []
     workspace, here = _Rehearsal(domain), copy.copy(domain)
     here.workspace, here.engine = workspace, cast(Any, _NoCopies())
