@@ -85,14 +85,14 @@ def scaled(x, scale, MOST: tl.constexpr):
 
 @triton.jit
 def quantize_pieces_kernel(
-    x_ptr, rows_ptr, row_scales_ptr, columns_ptr, column_scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, by_rows_ptr, row_scales_ptr, by_columns_ptr, column_scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] -> its pieces of BLOCK elements along K, and along M, each with its own scale. A program for each square.
 
-    Packed rows lie `stride` bytes apart. Behind the numbers of a row are K/BLOCK inverse scales, at row_scales: its own. Of packed
-    columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written; columns: PACKED, or
-    columns [K, M] and column_scales [M/BLOCK, K].
+    Packed rows lie `stride` bytes apart. Behind the numbers of a row are K/BLOCK inverse scales, from row_scales on: its own. Of
+    packed columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written; columns:
+    PACKED, or columns [K, M] and column_scales [M/BLOCK, K].
     """
     pieces = k // BLOCK
     tile_m, tile_k = tl.program_id(0) // pieces, tl.program_id(0) % pieces
@@ -102,22 +102,22 @@ def quantize_pieces_kernel(
     size = tl.where(x != x, 0.0, tl.abs(x))
     if ROWS:
         scale = scale_of_block(tl.max(size, axis=1), MOST)
-        tl.store(rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
+        tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
         tl.store(row_scales_ptr + row * (stride // 4) + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
     if COLUMNS:
         scale = scale_of_block(tl.max(size, axis=0), MOST)
         if PACKED:
-            tl.store(columns_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[None, :], MOST))
+            tl.store(by_columns_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[None, :], MOST))
             place = (tile_m * BLOCK + col // pieces) * (stride // 4) + col % pieces
         else:
-            tl.store(columns_ptr + col[None, :] * m + row[:, None], scaled(x, scale[None, :], MOST))
+            tl.store(by_columns_ptr + col[None, :] * m + row[:, None], scaled(x, scale[None, :], MOST))
             place = tile_m.to(tl.int64) * k + col
         tl.store(column_scales_ptr + place, tl.div_rn(1.0 + 0.0 * scale, scale))
 
 
 @triton.jit
 def quantize_squares_kernel(
-    x_ptr, rows_ptr, columns_ptr, scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, by_rows_ptr, by_columns_ptr, scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] -> rows [M, K] and columns [K, M], with a scale for each square: inverse scales [M/BLOCK, stride]."""
@@ -128,7 +128,7 @@ def quantize_squares_kernel(
     scale = scale_of_block(tl.max(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), axis=0), MOST)
     x8 = scaled(x, scale, MOST)
     if ROWS:
-        tl.store(rows_ptr + row * k + col, x8)
+        tl.store(by_rows_ptr + row * k + col, x8)
     if COLUMNS:
-        tl.store(columns_ptr + col * m + row, x8)
+        tl.store(by_columns_ptr + col * m + row, x8)
     tl.store(scales_ptr + tile_m * stride + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))

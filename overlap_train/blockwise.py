@@ -1,4 +1,4 @@
-"""The passes of column and row linears in fp8 with a scale for each block of 128 (ops/blocks.py); fp8.py has those with one scale.
+"""The passes of column and row linears in fp8 with a scale for each block (ops/blocks.py); fp8.py has those with one scale.
 
     y = x @ w.T         x: pieces along K        w: squares
     dx = dy @ w         dy: pieces along N       w: squares, transposed
@@ -62,8 +62,8 @@ def column_forward(
     linear: PlannedOp, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None,
     wants_dx: bool, trains: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
-    """(y_shard_n [M, N/W], what backward wants: x by columns of all ranks if that is kept; else this rank's, packed, if the weight
-    `trains`, and None)."""
+    """(y_shard_n [M, N/W], what backward wants: x by columns of all ranks, if that is kept; else, if the weight `trains`, this
+    rank's, packed, and None)."""
     domain, plan, width = linear.domain, linear.plan, row_bytes(x_shard_m.shape[1])
     bias = bias if bias is None else bias.contiguous()  # the library reads it so
     saved: tuple[torch.Tensor | None, ...] = (None, None)

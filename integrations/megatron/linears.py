@@ -39,6 +39,7 @@ from overlap_train.integrations.megatron.conditions import (
     bad_combination,
     fallback_reason,
     not_in_fp8,
+    our_fp8,
     standing_reason,
 )
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
@@ -118,7 +119,7 @@ class LinearOverlap:
         gradient accumulation fusion only. Tells the weight of its fp8 copies of this step, and of TE's store of delayed
         gradients."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)
-        fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None) or "", self.config.fp8)
+        fp8 = our_fp8(linear.config) or self.config.fp8
         fp8 = "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8
         renew_copies(linear, weight, fp8 != "off")
         if (store := attribute(linear, "wgrad_store", None)) is not None:  # TE's, for delay_wgrad_compute

@@ -1,4 +1,4 @@
-"""Matrices as e4m3 with a scale for each block, a power of two, which CPUs and GPUs find alike, to the bit; and the packed rows in
+"""Matrices as e4m3 with a scale for each block, a power of two, which CPUs and GPUs find alike, to the bit; and packed rows, in
 which such scales travel with their numbers.
 
     scale = 2 ** floor(log2(448 / largest element of the block))       1, where that is 0 or infinite
@@ -6,9 +6,9 @@ which such scales travel with their numbers.
 Blocks are squares of 128 x 128 in weights, else pieces of 128 elements along the contraction: of a matrix by rows 1 x 128, by
 columns 128 x 1. These are two roundings of one matrix.
 
-A packed row is K numbers, then K/32 bytes of inverse scales in fp32, then what fills it up to 16 bytes. By rows these scales are the
-row's own, K/128. By columns 128 rows have K scales together, one of each column; the first row those of the first K/128. So both
-have one shape, and one copy under one signal moves numbers and scales.
+A packed row is K numbers, then K/32 bytes of inverse scales in fp32, then what fills it up to 16 bytes. By rows these scales are
+the row's own. By columns 128 rows have K scales together, one of each column; the first row those of the first K/128 columns. So
+both have one shape, and one copy under one signal moves numbers and scales.
 
 Source: TransformerEngine's Float8BlockQuantizer with its defaults, whose formula this is. NaN is no largest element, and infinity
 becomes 448, with the scale 1.
@@ -26,7 +26,7 @@ from .quantize import FORWARD, Quantized, transposed, turned_scales
 
 BLOCK = 128
 _MOST = 448.0
-_WARPS = 8
+_WARPS = 16  # of a kernel whose program has 128 x 128 numbers in registers
 
 
 class Columns(NamedTuple):
@@ -48,7 +48,9 @@ def new_packed(x: torch.Tensor, twice: bool = False) -> torch.Tensor:
 
 def new_columns(x: torch.Tensor) -> Columns:
     """Room for x [M, K] by columns."""
-    return Columns(x.new_empty(x.shape[::-1], dtype=FORWARD), x.new_empty(len(x) // BLOCK, x.shape[1], dtype=torch.float32))
+    return Columns(
+        x.new_empty(x.shape[::-1], dtype=FORWARD), x.new_empty(len(x) // BLOCK, x.shape[1], dtype=torch.float32)
+    )
 
 
 def tails(packed: torch.Tensor, features: int) -> torch.Tensor:
@@ -70,8 +72,10 @@ def write_pieces(
         _write_by_torch(x, rows, columns)
         return
     x, k = x.contiguous(), x.shape[1]
-    outputs = [(one, tails(one, k)) if isinstance(one, torch.Tensor) else one for one in (rows, columns)]
-    (one, its), (other, others) = outputs[0] or outputs[1], outputs[1] or outputs[0]
+    outputs = [
+        (one, tails(one, k)) if isinstance(one, torch.Tensor) else one for one in (rows, columns) if one is not None
+    ]
+    (one, its), (other, others) = outputs[0], outputs[-1]
     tensors = x, one, its, other, others
     values, is_packed = tuple(tensor.data_ptr() for tensor in tensors), isinstance(columns, torch.Tensor)
     told = rows is not None, columns is not None, is_packed
@@ -137,7 +141,7 @@ def _pieces_launch(
 ) -> Launch:  # fmt: skip
     from ..kernels.quantize import quantize_pieces_kernel
 
-    names, (m, k) = ("x_ptr", "rows_ptr", "row_scales_ptr", "columns_ptr", "column_scales_ptr"), x.shape
+    names, (m, k) = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_scales_ptr"), x.shape
     arguments = dict(zip(names, (x, rows, row_scales, columns, column_scales), strict=True))
     arguments |= dict(m=m, k=k, stride=rows.stride(0))
     constants = dict(MOST=_MOST, ROWS=has_rows, COLUMNS=has_columns, PACKED=is_packed, BLOCK=BLOCK, num_warps=_WARPS)
@@ -151,8 +155,10 @@ def _squares_launch(
 ) -> Launch:
     from ..kernels.quantize import quantize_squares_kernel
 
-    names, (n, k) = ("x_ptr", "rows_ptr", "columns_ptr", "scales_ptr"), w.shape
-    arguments = dict(zip(names, (w, by_rows, by_columns, inverse), strict=True)) | dict(m=n, k=k, stride=inverse.stride(0))
+    names, (n, k) = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr"), w.shape
+    arguments = dict(zip(names, (w, by_rows, by_columns, inverse), strict=True)) | dict(
+        m=n, k=k, stride=inverse.stride(0)
+    )
     constants = dict(MOST=_MOST, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=_WARPS)
     return Launch(
         quantize_squares_kernel, (n // BLOCK * (k // BLOCK),), arguments, constants, tuple((name,) for name in names)

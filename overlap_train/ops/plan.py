@@ -28,8 +28,8 @@ from ..select.tiles import (
     PORTABLE,
     TileConfig,
     chunks_of,
+    on_hopper,
     portable_tile,
-    tma_reads,
     tma_reads_weight,
 )
 from .blocks import row_bytes
@@ -178,8 +178,8 @@ def planner_of(topology: Topology, config: OverlapConfig) -> Planner:
 def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not choice.how.multiplies:
         return LIBRARY
-    readable = not pass_.blockwise and all(tma_reads(device, pass_.dtype, *cols) for cols in ((pass_.k, pass_.n), (pass_.row_features, 0)))
-    if w.dim() != 2 or not readable or not (pass_.fp8 or tma_reads_weight(w)):  # what is made in fp8 lies as it must
+    # what is made in fp8 lies as it must
+    if w.dim() != 2 or not on_hopper(pass_, device) or not (pass_.fp8 or tma_reads_weight(w)):
         return PORTABLE
     too_many = not kind.receives and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
     return PORTABLE if too_many else HOPPER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.functional import ScalingType
@@ -68,24 +68,27 @@ class BlockMatrix(NamedTuple):
         self, a_mk: torch.Tensor, out: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As Fp8Matrix's; a_mk: [M, *] packed, or [M, K]."""
-        (k, n), a_inverse = self.shape, self.a_inverse
-        if a_inverse is None:
-            a_mk, a_inverse = a_mk[:, :k], tails(a_mk, k).t().contiguous()
         if a_mk.is_cuda:
-            # functional.scaled_mm has no `out`
+            a_mk, a_inverse = self._left(a_mk)
             of_b = _SQUARES if self.a_inverse is None else _PIECES
-            out = a_mk.new_empty(len(a_mk), n, dtype=self.dtype) if out is None else out
-            told = [a_inverse.t()], [_PIECES], [], [self.b_inverse.t()], [of_b], [], bias, self.dtype
-            return torch._scaled_mm_v2(a_mk, self.b_nk.t(), *told, out=out)
-        product = times(a_mk, a_inverse.t()) @ times(self.b_nk, self._of_rows()).t()
+            out = a_mk.new_empty(len(a_mk), self.shape[1], dtype=self.dtype) if out is None else out
+            told: Any = [a_inverse.t()], [_PIECES], [], [self.b_inverse.t()], [of_b], [], bias, self.dtype
+            return torch._scaled_mm_v2(a_mk, self.b_nk.t(), *told, out=out)  # functional.scaled_mm has no `out`
+        product = self.in_fp32(a_mk)
         product = product if bias is None else product + bias
         return product.to(self.dtype) if out is None else out.copy_(product)
 
-    def _of_rows(self) -> torch.Tensor:
-        """b_inverse as [N, K/128]."""
-        if self.a_inverse is not None:
-            return self.b_inverse.t()
-        return self.b_inverse.repeat_interleave(BLOCK, 0)[:, : self.shape[0] // BLOCK]
+    def in_fp32(self, a_mk: torch.Tensor) -> torch.Tensor:
+        """a_mk @ b of the same numbers, in fp32."""
+        (a_mk, a_inverse), b_inverse = self._left(a_mk), self.b_inverse.t()
+        if self.a_inverse is None:
+            b_inverse = self.b_inverse.repeat_interleave(BLOCK, 0)[:, : self.shape[0] // BLOCK]
+        return times(a_mk, a_inverse.t()) @ times(self.b_nk, b_inverse).t()
+
+    def _left(self, a_mk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(numbers [M, K], inverse scales [K/128, M]) of the left operand."""
+        k = self.shape[0]
+        return (a_mk[:, :k], tails(a_mk, k).t().contiguous()) if self.a_inverse is None else (a_mk, self.a_inverse)
 
 
 _PIECES, _SQUARES = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value

@@ -1,4 +1,4 @@
-"""Matrices as fp8 with one scale each, which CPUs and GPUs find alike, to the bit; blocks.py has those with a scale for each block.
+"""Matrices as fp8 with one scale each, which CPUs and GPUs find alike, to the bit; blocks.py has those with one for each block.
 
     scale = largest number of the format / largest element       x8 = x * scale, rounded and saturated       x is about x8 / scale
 
@@ -23,8 +23,11 @@ _BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a pro
 
 
 class Quantized(NamedTuple):
-    """x [M, K] in fp8. rows: as x lies; columns: [K, M], contiguous; None: not asked for. inverse: fp32 [1], 1 / scale; of a matrix
-    with a scale for each square (blocks.py) those of rows, and inverse_of_columns."""
+    """x [M, K] in fp8. rows: as x lies; columns: [K, M], contiguous; None: not asked for. inverse: fp32 [1], 1 / scale.
+
+    With a scale for each square (blocks.py) inverse is [M/128, K/128 up to a multiple of 4], and inverse_of_columns
+    [K/128, M/128 up to a multiple of 4].
+    """
 
     rows: torch.Tensor | None
     columns: torch.Tensor | None

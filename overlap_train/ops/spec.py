@@ -57,14 +57,14 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
 
 
-def misfit_in_fp8(fp8: str, rows: int, w: torch.Tensor, world_size: int) -> str | None:
-    """Which size the three passes do not take in fp8, in words; None: they take so many rows of all ranks, and the weight w [N, K].
-    fp8: as in OverlapConfig. Tensor cores want multiples of 16, blocks are of 128."""
+def misfit_in_fp8(fp8: str, rows: int, sides: tuple[int, ...], world_size: int) -> str | None:
+    """Which size the three passes do not take in fp8, in words; None: they take so many rows of all ranks, and a weight with
+    these two sides. fp8: as in OverlapConfig. Tensor cores want multiples of 16, blocks are of 128."""
     least = 128 if fp8 == "blockwise" else 16
     ranks = world_size if fp8 == "blockwise" else 1
     if rows % (least * ranks):
         return f"{rows} rows of all ranks: not a multiple of {f'{ranks} x ' if ranks > 1 else ''}{least}"
-    return f"a weight {tuple(w.shape)}: not a multiple of {least}" if w.shape[0] % least or w.shape[1] % least else None
+    return f"a weight {sides}: not a multiple of {least}" if any(side % least for side in sides) else None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,13 @@ class OperatorSpec:
         return self.fprop.receives
 
     def error(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str, takes_fp8: bool = False
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        world_size: int,
+        name: str,
+        takes_fp8: bool = False,
     ) -> str | None:
         """What is wrong with the arguments of a call, or None. name: of the linear. takes_fp8: also a weight that is in fp8 with
         its scale."""
@@ -138,7 +144,7 @@ class OperatorSpec:
     def fp8_error(
         self, x: torch.Tensor, w: torch.Tensor, world_size: int, nodes: int, name: str, fp8: str
     ) -> str | None:
-        """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear; fp8: of OverlapConfig."""
+        """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear. fp8: which."""
         off = "use fp8='off' (leave out --overlap-train-fp8, or take --overlap-train-on-unsupported fallback)"
         if self.replicated or self.fprop.exchanges or not self.multiplies:
             return f"{name}: {self.name} has no form in fp8; {off}"
@@ -148,12 +154,16 @@ class OperatorSpec:
             )
         capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
         if capability < (8, 9) or (fp8 == "blockwise" and capability[0] != 9):
-            where = "cuBLASLt takes scales of blocks on Hopper" if fp8 == "blockwise" else "tensor cores multiply fp8 from Ada on"
+            where = (
+                "cuBLASLt takes scales of blocks on Hopper"
+                if fp8 == "blockwise"
+                else "tensor cores multiply fp8 from Ada on"
+            )
             return f"{name}: fp8={fp8!r} on {torch.cuda.get_device_name(x.device)}: {where}; {off}"
         if x.is_cuda and x.dtype == torch.float32:
             return f"{name}: fp8 with {self.x_name} in float32: cuBLASLt gives bfloat16 or float16; cast it, or {off}"
-        misfit = misfit_in_fp8(fp8, self.global_rows(x, world_size), w, world_size)
-        return None if misfit is None else f"{name}: fp8={fp8!r} with {misfit}; pad it, or {off}"
+        misfit = misfit_in_fp8(fp8, self.global_rows(x, world_size), tuple(w.shape), world_size)
+        return None if misfit is None else f"{name}: fp8 with {misfit}; pad it, or {off}"
 
     @property
     def _has_all_rows(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -111,9 +112,31 @@ def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engine
     assert all(losses[run] == pytest.approx(expected, rel=0.02) for run in ("hybrid", "e4m3"))
     assert len({tuple(of_run) for of_run in (expected, losses["hybrid"], losses["e4m3"])}) == 3
     model = model_of(1, 2, **RMS, **fp8)
-    model.config.fp8_recipe = "delayed"
-    with pytest.raises(ValueError, match="or take --fp8-recipe tensorwise"):
+    for recipe in ("delayed", "blockwise"):  # in hybrid
+        model.config.fp8_recipe = recipe
+        with pytest.raises(ValueError, match="or take --fp8-recipe tensorwise, or blockwise with --fp8-format e4m3"):
+            quietly_enable(model, OverlapConfig())
+
+
+def fp8_with_scales_of_blocks_is_ours_where_blocks_fit() -> None:
+    """The stand-in has no fp8 itself. Where scales are no powers of two, or weights are kept in fp8, it is refused by name."""
+    fp8 = dict(fp8="e4m3", fp8_recipe="blockwise", attention_dropout=0.0, hidden_dropout=0.0)
+    sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
+    for sizes, said in ((dict(hidden_size=256, ffn_hidden_size=256), "fp8 blockwise"), ({}, "not a multiple of")):
+        model = model_of(1, 2, **RMS, **fp8, **sizes)
         quietly_enable(model, OverlapConfig())
+        with patch("megatron.core.fp8_utils.get_fp8_recipe"), patch.object(models, "SEQUENCE", 128 if sizes else 16):
+            train(model)
+        reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
+        assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
+    model = model_of(1, 2, **RMS, **fp8)
+    for variables, said in (
+        ({"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}, "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+        ({}, "leave out --fp8-param-gather"),
+    ):
+        model.config.fp8_param = not variables
+        with patch.dict(os.environ, variables), pytest.raises(ValueError, match=f"fp8_recipe=.blockwise. in.*{said}"):
+            quietly_enable(model, OverlapConfig())
 
 
 def a_weight_that_is_kept_in_fp8_is_multiplied_as_it_is() -> None:

@@ -33,14 +33,18 @@ def by_formula(x: torch.Tensor, height: int, width: int) -> tuple[np.ndarray, np
                 ratio = min(np.float32(448) / amax, np.finfo(np.float32).max)
             scales[i, j] = 2.0 ** (np.frexp(ratio)[1] - 1)
     v = v * scales.repeat(height, 0).repeat(width, 1)
-    step = 2.0 ** (np.maximum(np.frexp(np.nan_to_num(v, posinf=448, neginf=-448))[1], -5) - 4)  # three bits; the least normal is 2^-6
+    step = 2.0 ** (
+        np.maximum(np.frexp(np.nan_to_num(v, posinf=448, neginf=-448))[1], -5) - 4
+    )  # three bits; the least normal is 2^-6
     return np.clip(np.rint(v / step) * step, -448, 448), scales
 
 
 def matrix(m: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Numbers of many sizes, blocks of zeros, and in the last two blocks what is no number, infinite, or nearly nothing."""
     random = torch.Generator().manual_seed(m + k)
-    x = torch.randn(m, k, generator=random) * torch.randn(m, k // 32, generator=random).mul(6).exp().repeat_interleave(32, 1)
+    x = torch.randn(m, k, generator=random) * torch.randn(m, k // 32, generator=random).mul(6).exp().repeat_interleave(
+        32, 1
+    )
     x[:, :128] *= 2.0 ** -torch.arange(m)[:, None]
     x[5, :256] = 0.0
     x[m - 128, :3] = torch.tensor([7.0, torch.inf, torch.nan])
@@ -83,14 +87,23 @@ def test_the_kernels_are_torchs(m: int, k: int) -> None:
             blocks.write_pieces(domain, value, None, apart)
             gathered = blocks.columns_of(domain, both[:, width:], k)
             w8 = blocks.squares(domain, value, True, True)
-            numbers = [both[:, :k], both[:, width : width + k], apart.numbers.t(), gathered.numbers.t(), w8.rows, w8.columns.t()]  # type: ignore[union-attr]
+            numbers = [
+                both[:, :k],
+                both[:, width : width + k],
+                apart.numbers.t(),
+                gathered.numbers.t(),
+                w8.rows,
+                w8.columns.t(),
+            ]  # type: ignore[union-attr]
             inverse = [blocks.tails(both, k), apart.inverse, gathered.inverse, w8.inverse, w8.inverse_of_columns]
             outputs.append((numbers, inverse))
         (right, right_inverse), (made, made_inverse) = outputs
         assert all(torch.equal(*pair) for pair in zip(right_inverse, made_inverse, strict=True))  # type: ignore[arg-type]
         if value is strange:  # the interpreter's rounding is not the GPU's (keeps_its_exponent)
             continue
-        of_rows, of_columns = (inverse.repeat_interleave(128, dim) for dim, inverse in ((1, right_inverse[0]), (0, right_inverse[1])))
+        of_rows, of_columns = (
+            inverse.repeat_interleave(128, dim) for dim, inverse in ((1, right_inverse[0]), (0, right_inverse[1]))
+        )
         of_w = right_inverse[3].repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]  # type: ignore[union-attr]
         scales = (of_rows, of_columns, of_columns, of_columns, of_w, of_w)
         for a, b, inverse in zip(right, made, scales, strict=True):

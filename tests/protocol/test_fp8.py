@@ -195,7 +195,7 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_refusals_are_told_to_every_rank() -> None:
     for said in values(run_ranks(2, _refusals, limit_s=60)):
         patterns = (
-            "8 rows of all ranks: .* multiples of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce has no form in fp8",
+            "8 rows of all ranks: not a multiple of 16", r"a weight \(24, 16\)", "linear_all_reduce has no form in fp8",
             "all_to_all_linear has no form in fp8", "method='fused' with fp8=.*Hopper", "regather, fp8=tensorwise",
         )  # fmt: skip
         assert all(map(re.search, patterns, said)), said

@@ -32,8 +32,8 @@ def rounded(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def _errors(rank: int, world: int, method: str, settings: dict[str, Any]) -> tuple[dict[str, float], bool]:
-    """The largest error of each result against fp64 of the rounded operands; whether a second run has the same bits. Numbers differ
-    in size from row to row and from column to column: a scale of others would be wrong by far."""
+    """The largest error of each result against fp64 of the rounded operands; whether a second run has the same bits. Numbers
+    differ in size from row to row and from column to column: a scale of others would be wrong by far."""
     case, errors, runs = _case(method, torch.float32, **settings), {}, []
     random = torch.Generator().manual_seed(3)
     m, k, n = 256 * world, 640, 128
@@ -46,7 +46,7 @@ def _errors(rank: int, world: int, method: str, settings: dict[str, Any]) -> tup
 
     def run(operator: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
         w.main_grad, w.fp8_copies, found = torch.ones_like(w), Fp8Copies(), []  # type: ignore[attr-defined]
-        for again in range(2):
+        for _ in range(2):
             x.grad, w.main_grad = None, torch.ones_like(w)  # type: ignore[attr-defined]
             poison(case)
             y = operator(x, w, b, group=case.group, config=case.config)
@@ -107,7 +107,7 @@ def test_integers_exactly_by_words_with_flags(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _sent(rank: int, world: int) -> list[tuple[int, ...]]:
-    """Shapes of what is pushed and of the slots' blocks, and whether a scale that is written over behind its numbers is seen."""
+    """Shapes of what gathers push, and of the blocks of their slots."""
     case, shapes = _case("chunked", torch.float32), []
     w = torch.randn(128, 640).requires_grad_()
     own_push, own_open = HostCopyEngine.push, Workspace.open
@@ -177,7 +177,7 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_refusals_are_told_to_every_rank() -> None:
     for said in values(run_ranks(2, _refusals, limit_s=60)):
         patterns = (
-            "'blockwise' with 128 rows of all ranks: not a multiple of 2 x 128", "384 rows of all ranks", r"a weight \(192, 128\)",
+            "fp8 with 128 rows of all ranks: not a multiple of 2 x 128", "384 rows of all ranks", r"a weight \(192, 128\)",
             "method='fused' with fp8='blockwise': .*one scale a tensor", "method='direct' with fp8='blockwise'",
             "fp8=tensorwise.*fp8=blockwise|fp8=blockwise.*fp8=tensorwise",
         )  # fmt: skip
