@@ -46,7 +46,7 @@ def matrix(m: int, k: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         32, 1
     )
     x[:, :128] *= 2.0 ** -torch.arange(m)[:, None]
-    x[5, :256] = 0.0
+    x[5, :256], x[7, -128:] = 0.0, torch.nan
     x[m - 128, :3] = torch.tensor([7.0, torch.inf, torch.nan])
     x[m - 127] = torch.tensor([1e-45, 1e-38, 448.0, 3e38]).repeat(k // 4)
     return x.to(dtype)

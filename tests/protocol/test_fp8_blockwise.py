@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,7 +39,8 @@ def _errors(rank: int, world: int, method: str, settings: dict[str, Any]) -> tup
     random = torch.Generator().manual_seed(3)
     m, k, n = 256 * world, 640, 128
     x, w, dy = (torch.randn(*shape, generator=random) for shape in ((m, k), (n * world, k), (m, n * world)))
-    x = x * torch.randn(m, 1, generator=random).exp() * torch.randn(k, generator=random).exp()
+    sizes_of = lambda length: torch.randn(length, generator=random).exp()
+    x, w = (matrix * sizes_of(len(matrix))[:, None] * sizes_of(k) for matrix in (x, w))
     bias, mine = torch.randn(n, generator=random), (lambda full, dim: full.chunk(world, dim)[rank])
 
     def note(what: str, found: torch.Tensor, right: torch.Tensor) -> None:
@@ -62,7 +64,7 @@ def _errors(rank: int, world: int, method: str, settings: dict[str, Any]) -> tup
     note("column dx", dx, mine(sum(a @ b for a, b in zip(dys, w8s, strict=True)), 0))  # type: ignore[arg-type]
     note("column dw", dw, rounded(mine(dy, 1), 128, 1).t() @ rounded(x, 128, 1))
     # row: x of other features a rank, dy of other rows
-    x, w, dy = torch.randn(m, n * world, generator=random), torch.randn(k, n * world, generator=random), x
+    x, w, dy = torch.randn(m, n * world, generator=random), w.t().contiguous(), x
     bias = torch.randn(k, generator=random)
     y, dx, dw = run(linear_reduce_scatter, case.mine(x, 1), case.mine(w, 1), bias, mine(dy, 0))
     w8s = [rounded(s, 128, 128) for s in w.chunk(world, 1)]
@@ -196,6 +198,22 @@ def _keeps(rank: int, world: int, operator: str) -> list[bool]:
         y.sum().backward()
         found += [bool(y.isfinite().all()), bool(leaf.grad.isfinite().all())]  # type: ignore[union-attr]
     return found
+
+
+def _in_a_trial(rank: int, world: int, folder: str) -> list[bool]:
+    """Whether what is written into a weight is seen: in the first call, by the untuned plan, and while methods take turns."""
+    case, found = _case("auto", torch.float32, tune_steps=100, tuning_dir=folder), []
+    w = torch.nn.Parameter(torch.ones(256, 128))
+    w.fp8_copies = Fp8Copies()  # type: ignore[attr-defined]
+    for number in range(4):
+        w.data.fill_(number)
+        y = all_gather_linear(torch.ones(128, 128), w, group=case.group, config=case.config)
+        found.append(y[0, 0].item() == 128 * number)
+    return found
+
+
+def test_methods_that_take_turns_all_quantise(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _in_a_trial, str(tmp_path), limit_s=60)) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
