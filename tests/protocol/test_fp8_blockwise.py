@@ -37,10 +37,10 @@ def _errors(rank: int, world: int, method: str, settings: dict[str, Any]) -> tup
     differ in size from row to row and from column to column: a scale of others would be wrong by far."""
     case, errors, runs = _case(method, torch.float32, **settings), {}, []
     random = torch.Generator().manual_seed(3)
-    m, k, n = 256 * world, 640, 128
+    m, k, n = 384 * world, 640, 128
     x, w, dy = (torch.randn(*shape, generator=random) for shape in ((m, k), (n * world, k), (m, n * world)))
-    sizes_of = lambda length: torch.randn(length, generator=random).exp()
-    x, w = (matrix * sizes_of(len(matrix))[:, None] * sizes_of(k) for matrix in (x, w))
+    of_rows, of_columns = (torch.randn(m, generator=random).exp() for _ in range(2))
+    x, w = (matrix * of_rows[: len(matrix), None] * of_columns[:k] for matrix in (x, w))
     bias, mine = torch.randn(n, generator=random), (lambda full, dim: full.chunk(world, dim)[rank])
 
     def note(what: str, found: torch.Tensor, right: torch.Tensor) -> None:
