@@ -27,6 +27,8 @@ from .quantize import FORWARD, Quantized, transposed, turned_scales
 BLOCK = 128
 _MOST = 448.0
 _WARPS = 16  # of a kernel whose program has 128 x 128 numbers in registers
+_PIECES = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_scales_ptr")
+_SQUARES = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr")
 
 
 class Columns(NamedTuple):
@@ -75,12 +77,10 @@ def write_pieces(
     outputs = [
         (one, tails(one, k)) if isinstance(one, torch.Tensor) else one for one in (rows, columns) if one is not None
     ]
-    (one, its), (other, others) = outputs[0], outputs[-1]
-    tensors = x, one, its, other, others
-    values, is_packed = tuple(tensor.data_ptr() for tensor in tensors), isinstance(columns, torch.Tensor)
-    told = rows is not None, columns is not None, is_packed
-    key = ("pieces", x.shape, x.dtype, one.stride(0), *told, values[0] % 16)
-    domain.launches.run(key, values, _pieces_launch, *tensors, *told)
+    tensors = dict(zip(_PIECES, (x, *outputs[0], *outputs[-1]), strict=True))
+    is_packed = isinstance(columns, torch.Tensor)
+    told = dict(ROWS=rows is not None, COLUMNS=columns is not None, PACKED=is_packed)
+    _run(domain, "quantize_pieces_kernel", tensors, outputs[0][0].stride(0), told)
 
 
 def squares(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
@@ -88,13 +88,10 @@ def squares(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -
     n, k = w.shape
     inverse = w.new_zeros(n // BLOCK, -(-k // (4 * BLOCK)) * 4, dtype=torch.float32)
     if domain.on_gpu:
-        w = w.contiguous()
-        by_rows, by_columns = (w.new_empty(shape, dtype=FORWARD) if asked else inverse
-                               for shape, asked in (((n, k), rows), ((k, n), columns)))  # fmt: skip
-        tensors = w, by_rows, by_columns, inverse
-        values = tuple(tensor.data_ptr() for tensor in tensors)
-        key = ("squares", w.shape, w.dtype, rows, columns, values[0] % 16)
-        domain.launches.run(key, values, _squares_launch, *tensors, rows, columns)
+        by_rows = w.new_empty(n, k, dtype=FORWARD) if rows else inverse
+        by_columns = w.new_empty(k, n, dtype=FORWARD) if columns else inverse
+        tensors = dict(zip(_SQUARES, (w.contiguous(), by_rows, by_columns, inverse), strict=True))
+        _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), dict(ROWS=rows, COLUMNS=columns))
     else:
         by_rows, of_squares = _by_torch(w, BLOCK)
         inverse[:, : k // BLOCK] = of_squares
@@ -135,31 +132,19 @@ def _write_by_torch(x: torch.Tensor, rows: torch.Tensor | None, columns: torch.T
         columns.inverse.copy_(inverse)
 
 
-def _pieces_launch(
-    x: torch.Tensor, rows: torch.Tensor, row_scales: torch.Tensor, columns: torch.Tensor, column_scales: torch.Tensor,
-    has_rows: bool, has_columns: bool, is_packed: bool,
-) -> Launch:  # fmt: skip
-    from ..kernels.quantize import quantize_pieces_kernel
-
-    names, (m, k) = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_scales_ptr"), x.shape
-    arguments = dict(zip(names, (x, rows, row_scales, columns, column_scales), strict=True))
-    arguments |= dict(m=m, k=k, stride=rows.stride(0))
-    constants = dict(MOST=_MOST, ROWS=has_rows, COLUMNS=has_columns, PACKED=is_packed, BLOCK=BLOCK, num_warps=_WARPS)
-    return Launch(
-        quantize_pieces_kernel, (m // BLOCK * (k // BLOCK),), arguments, constants, tuple((name,) for name in names)
-    )
+def _run(
+    domain: OverlapDomain, kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool]
+) -> None:
+    """Launch a kernel of kernels/quantize.py that has a program for each square of tensors["x_ptr"]."""
+    x, values = tensors["x_ptr"], tuple(tensor.data_ptr() for tensor in tensors.values())
+    key = (kernel, x.shape, x.dtype, stride, *told.values(), values[0] % 16)
+    domain.launches.run(key, values, _launch, kernel, tensors, stride, told)
 
 
-def _squares_launch(
-    w: torch.Tensor, by_rows: torch.Tensor, by_columns: torch.Tensor, inverse: torch.Tensor, rows: bool, columns: bool
-) -> Launch:
-    from ..kernels.quantize import quantize_squares_kernel
+def _launch(kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool]) -> Launch:
+    from ..kernels import quantize as kernels
 
-    names, (n, k) = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr"), w.shape
-    arguments = dict(zip(names, (w, by_rows, by_columns, inverse), strict=True)) | dict(
-        m=n, k=k, stride=inverse.stride(0)
-    )
-    constants = dict(MOST=_MOST, ROWS=rows, COLUMNS=columns, BLOCK=BLOCK, num_warps=_WARPS)
-    return Launch(
-        quantize_squares_kernel, (n // BLOCK * (k // BLOCK),), arguments, constants, tuple((name,) for name in names)
-    )
+    m, k = tensors["x_ptr"].shape
+    constants = dict(MOST=_MOST, BLOCK=BLOCK, num_warps=_WARPS, **told)
+    arguments, replaced = dict(tensors, m=m, k=k, stride=stride), tuple((name,) for name in tensors)
+    return Launch(getattr(kernels, kernel), (m // BLOCK * (k // BLOCK),), arguments, constants, replaced)

@@ -33,9 +33,8 @@ def by_formula(x: torch.Tensor, height: int, width: int) -> tuple[np.ndarray, np
                 ratio = min(np.float32(448) / amax, np.finfo(np.float32).max)
             scales[i, j] = 2.0 ** (np.frexp(ratio)[1] - 1)
     v = v * scales.repeat(height, 0).repeat(width, 1)
-    step = 2.0 ** (
-        np.maximum(np.frexp(np.nan_to_num(v, posinf=448, neginf=-448))[1], -5) - 4
-    )  # three bits; the least normal is 2^-6
+    exponent = np.frexp(np.nan_to_num(v, posinf=448, neginf=-448))[1]
+    step = 2.0 ** (np.maximum(exponent, -5) - 4)  # three bits behind the first; the least normal number is 2^-6
     return np.clip(np.rint(v / step) * step, -448, 448), scales
 
 
@@ -87,23 +86,15 @@ def test_the_kernels_are_torchs(m: int, k: int) -> None:
             blocks.write_pieces(domain, value, None, apart)
             gathered = blocks.columns_of(domain, both[:, width:], k)
             w8 = blocks.squares(domain, value, True, True)
-            numbers = [
-                both[:, :k],
-                both[:, width : width + k],
-                apart.numbers.t(),
-                gathered.numbers.t(),
-                w8.rows,
-                w8.columns.t(),
-            ]  # type: ignore[union-attr]
+            packed = both[:, :k], both[:, width : width + k]
+            numbers = (*packed, apart.numbers.t(), gathered.numbers.t(), w8.rows, w8.columns.t())  # type: ignore[union-attr]
             inverse = [blocks.tails(both, k), apart.inverse, gathered.inverse, w8.inverse, w8.inverse_of_columns]
             outputs.append((numbers, inverse))
         (right, right_inverse), (made, made_inverse) = outputs
         assert all(torch.equal(*pair) for pair in zip(right_inverse, made_inverse, strict=True))  # type: ignore[arg-type]
         if value is strange:  # the interpreter's rounding is not the GPU's (keeps_its_exponent)
             continue
-        of_rows, of_columns = (
-            inverse.repeat_interleave(128, dim) for dim, inverse in ((1, right_inverse[0]), (0, right_inverse[1]))
-        )
+        of_rows, of_columns = (right_inverse[place].repeat_interleave(128, 1 - place) for place in (0, 1))
         of_w = right_inverse[3].repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]  # type: ignore[union-attr]
         scales = (of_rows, of_columns, of_columns, of_columns, of_w, of_w)
         for a, b, inverse in zip(right, made, scales, strict=True):

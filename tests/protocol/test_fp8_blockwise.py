@@ -99,13 +99,10 @@ def _exactly(rank: int, world: int, method: str) -> int:
     return 2
 
 
-def test_integers_exactly() -> None:
-    assert values(run_ranks(2, _exactly, "chunked", limit_s=60)) == [2, 2]
-
-
-def test_integers_exactly_by_words_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["chunked", "low_latency"])
+def test_integers_exactly(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert values(run_ranks(2, _exactly, "low_latency", limit_s=60)) == [2, 2]
+    assert values(run_ranks(2, _exactly, method, limit_s=60)) == [2, 2]
 
 
 def _sent(rank: int, world: int) -> list[tuple[int, ...]]:
