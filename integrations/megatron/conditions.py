@@ -52,10 +52,11 @@ _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--ov
 _ONLY_TE = "only TransformerEngine's linears compute in it"
 # Megatron's (format, recipe) -> OverlapConfig.fp8
 OUR_FP8 = {
-    ("hybrid", "tensorwise"): "tensorwise", ("e4m3", "tensorwise"): "tensorwise_e4m3", ("e4m3", "blockwise"): "blockwise"
+    ("hybrid", "tensorwise"): "tensorwise", ("e4m3", "tensorwise"): "tensorwise_e4m3", ("hybrid", "delayed"): "delayed",
+    ("e4m3", "delayed"): "delayed_e4m3", ("e4m3", "blockwise"): "blockwise",
 }  # fmt: skip
 _OUR_FP8_BY_TE = (
-    "--fp8-format, or take --fp8-recipe tensorwise, or blockwise with --fp8-format e4m3: in these ours compute, too"
+    "--fp8-format, or take --fp8-recipe delayed or tensorwise, or blockwise with --fp8-format e4m3: ours have these"
 )
 _OUR_FP8_ALONE = "--fp8-format, and without TransformerEngine take --overlap-train-fp8 tensorwise or blockwise"
 _FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # TransformerEngine's variable
@@ -101,20 +102,24 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
         if getattr(config, field, None) and not (field == "fp8" and our_fp8(config)):
             off = "None" if field in ("fp8", "fp4") else "False"
             return _setting(config, field, rule, f"{off} (leave out {flag})")
-    if our_fp8(config) == "blockwise" and (why := _why_not_blockwise(config)) is not None:
-        return Problem(f"fp8_recipe='blockwise' in the model's config: {why[0]}", why[1])
+    if our_fp8(config) and (why := _why_not_as_te(config)) is not None:
+        return Problem(f"fp8_recipe={config.fp8_recipe!r} in the model's config: {why[0]}", why[1])
     return None
 
 
 def our_fp8(config: TransformerConfig) -> str | None:
-    """The OverlapConfig.fp8 by which our operators multiply as TransformerEngine's fp8 of a model does: with scales found in each
-    call. None: none does, or it is not in fp8. TE must be there: it says which layers are in fp8."""
+    """The OverlapConfig.fp8 by which our operators multiply as TransformerEngine's fp8 of a model does. None: none does, or
+    it is not in fp8. TE must be there: it says which layers are in fp8, and with `delayed` by which scales."""
     asked = getattr(config, "fp8", None), getattr(config, "fp8_recipe", None)
     return OUR_FP8.get(asked) if megatron_te.HAVE_TE else None  # type: ignore[arg-type]
 
 
-def _why_not_blockwise(config: TransformerConfig) -> tuple[str, str] | None:
-    """(why ours do not multiply as TransformerEngine's blockwise recipe, what to set instead), or None: they do."""
+def _why_not_as_te(config: TransformerConfig) -> tuple[str, str] | None:
+    """(why ours do not multiply as TransformerEngine in a recipe that they have, what to set instead), or None: they do."""
+    if config.fp8_recipe == "delayed" and not getattr(config, "fp8_wgrad", True):
+        return "fp8_wgrad=False, and weight gradients of ours are in fp8", "leave out --no-fp8-wgrad"
+    if config.fp8_recipe != "blockwise":
+        return None
     if os.environ.get(_FP32_SCALES, "0") == "1":
         return f"{_FP32_SCALES}=1, and scales of ours are powers of two", f"unset {_FP32_SCALES}"
     if getattr(config, "fp8_param", False):

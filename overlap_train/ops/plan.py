@@ -192,7 +192,7 @@ class Plan:
     dgrad_alone: the input gradient where no weight gradient is wanted: nothing of it is held back. wgrad: how the weight
     gradient's operand is sent again; None where it need not be.
 
-    amax: in fp8 with one scale, how ranks tell each other the largest elements of what is gathered.
+    amax: in fp8 with one scale that is found in each call, how ranks tell each other the largest elements of what is gathered.
 
     Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
     send all their partials instead. halves: the rows go in two halves, and these are passes of one.
@@ -242,7 +242,7 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
-    amax = planner.amax_gather(fprop, device) if fp8 and not blockwise else None
+    amax = planner.amax_gather(fprop, device) if config.fp8.startswith("tensorwise") else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     how += f", fp8={config.fp8}" * fp8
     methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}

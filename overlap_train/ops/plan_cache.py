@@ -95,7 +95,7 @@ class PlanCache:
         """
         (x, w, bias), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
-        error = problem or spec.error(x, w, bias, domain.world_size, name, config.fp8.startswith("tensorwise"))
+        error = problem or spec.error(x, w, bias, domain.world_size, name, config.fp8 not in ("off", "blockwise"))
         if config.fp8 != "off":
             error = error or spec.fp8_error(x, w, domain.world_size, domain.topology.nodes, name, config.fp8)
         planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)

@@ -148,6 +148,11 @@ class OperatorSpec:
         off = "use fp8='off' (leave out --overlap-train-fp8, or take --overlap-train-on-unsupported fallback)"
         if self.replicated or self.fprop.exchanges or not self.multiplies:
             return f"{name}: {self.name} has no form in fp8; {off}"
+        if fp8.startswith("delayed") and not hasattr(w, "fp8_scales"):
+            return (
+                f"{name}: fp8={fp8!r} without {self.w_name}.fp8_scales, which TransformerEngine's modules have under Megatron's "
+                f"--fp8-recipe delayed; use 'tensorwise' or 'blockwise', or {off}"
+            )
         if nodes > 1:
             return (
                 f"{name}: fp8 in a group of {nodes} nodes: operands with one byte an element stay inside a node; {off}"

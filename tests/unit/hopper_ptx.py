@@ -17,6 +17,7 @@ WORDS = (
 OTHERS = {
     "amax_ptr": "*fp32",
     "inverse_ptr": "*fp32",
+    "largest_ptr": "*fp32",
     "by_rows_ptr": "*fp8e4nv",
     "by_columns_ptr": "*fp8e4nv",
     "row_scales_ptr": "*fp32",
