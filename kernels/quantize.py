@@ -1,8 +1,9 @@
-"""Matrices as fp8 with one scale each, by rows, by columns, or both in one read.
+"""Matrices as fp8 with one scale each, or one for each block, by rows, by columns, or both in one read.
 
     scale = largest number of the format / largest element     x8 = x * scale, rounded to nearest even, saturated
 
-Largest elements are kept as bits, whose order as integers is that of magnitudes, with infinity and NaN above all numbers.
+Of a whole matrix, largest elements are kept as bits, whose order as integers is that of magnitudes, with infinity and NaN above
+all numbers. Scales of blocks are powers of two, rounded down.
 """
 
 import triton
@@ -34,19 +35,25 @@ def scale_of(amax_ptr, count, MOST: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def quantize_kernel(
-    x_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, inverse_ptr, m, k, count, MOST: tl.constexpr, PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, inverse_ptr, largest_ptr, m, k, count, MOST: tl.constexpr,
+    PADDED: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] -> rows [M, K], columns [K, M], inverse [1] fp32 = 1 / scale. A program for each tile [BLOCK_M, BLOCK_K].
 
-    amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written.
+    amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written. GIVEN: amax is the scale itself,
+    and largest [programs] fp32 gets the largest magnitude of each tile, of which NaN is none.
     """
-    scale = scale_of(amax_ptr, count, MOST, PADDED)
+    scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
     tiles_k = tl.cdiv(k, BLOCK_K)
     row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     inside = (row < m) & (col < k)
-    x = tl.load(x_ptr + row * k + col, mask=inside, other=0.0).to(tl.float32) * scale
+    x = tl.load(x_ptr + row * k + col, mask=inside, other=0.0).to(tl.float32)
+    if GIVEN:
+        largest = tl.max(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), axis=0)
+        tl.store(largest_ptr + tl.program_id(0), largest)
+    x *= scale
     x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -MOST), MOST))
     x8 = x.to(by_rows_ptr.dtype.element_ty)
     if ROWS:
@@ -58,10 +65,76 @@ def quantize_kernel(
 
 
 @triton.jit
-def transpose_kernel(x_ptr, y_ptr, m, k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """x [M, K] -> y [K, M], of one byte an element. A program for each tile [BLOCK_M, BLOCK_K]."""
+def transpose_kernel(x_ptr, y_ptr, m, k, stride, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x [M, K], whose rows lie `stride` apart -> y [K, M], of one byte an element. A program for each tile [BLOCK_M, BLOCK_K]."""
     tiles_k = tl.cdiv(k, BLOCK_K)
     row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     inside = (row < m) & (col < k)
-    tl.store(y_ptr + col.to(tl.int64) * m + row, tl.load(x_ptr + row * k + col, mask=inside), mask=inside)
+    tl.store(y_ptr + col.to(tl.int64) * m + row, tl.load(x_ptr + row * stride + col, mask=inside), mask=inside)
+
+
+@triton.jit
+def scale_of_block(amax, MOST: tl.constexpr):
+    """The scales of blocks with the largest magnitudes amax, of which NaN is none: 1 where they are 0 or infinite."""
+    scale = tl.minimum(tl.div_rn(MOST + amax * 0.0, amax), 3.4028234663852886e38)
+    power = (scale.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)  # its exponent alone
+    return tl.where((amax == 0.0) | (amax == float("inf")), 1.0, power)
+
+
+@triton.jit
+def scaled(x, scale, MOST: tl.constexpr):
+    """x * scale in e4m3. Infinity becomes the largest number, NaN stays."""
+    x = x * scale
+    return tl.where(x != x, x, tl.minimum(tl.maximum(x, -MOST), MOST)).to(tl.float8e4nv)
+
+
+@triton.jit
+def quantize_pieces_kernel(
+    x_ptr, by_rows_ptr, row_scales_ptr, by_columns_ptr, column_scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] -> its pieces of BLOCK elements along K, and along M, each with its own scale. A program for each square.
+
+    Packed rows lie `stride` bytes apart. Behind the numbers of a row are K/BLOCK inverse scales, from row_scales on: its own. Of
+    packed columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written; columns:
+    PACKED, or columns [K, M] and column_scales [M/BLOCK, K].
+    """
+    pieces = k // BLOCK
+    tile_m, tile_k = tl.program_id(0) // pieces, tl.program_id(0) % pieces
+    row = tile_m * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    col = tile_k * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    x = tl.load(x_ptr + row[:, None] * k + col[None, :]).to(tl.float32)
+    size = tl.where(x != x, 0.0, tl.abs(x))
+    if ROWS:
+        scale = scale_of_block(tl.max(size, axis=1), MOST)
+        tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
+        tl.store(row_scales_ptr + row * (stride // 4) + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
+    if COLUMNS:
+        scale = scale_of_block(tl.max(size, axis=0), MOST)
+        if PACKED:
+            tl.store(by_columns_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[None, :], MOST))
+            place = (tile_m * BLOCK + col // pieces) * (stride // 4) + col % pieces
+        else:
+            tl.store(by_columns_ptr + col[None, :] * m + row[:, None], scaled(x, scale[None, :], MOST))
+            place = tile_m.to(tl.int64) * k + col
+        tl.store(column_scales_ptr + place, tl.div_rn(1.0 + 0.0 * scale, scale))
+
+
+@triton.jit
+def quantize_squares_kernel(
+    x_ptr, by_rows_ptr, by_columns_ptr, scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x [M, K] -> rows [M, K] and columns [K, M], with a scale for each square: inverse scales [M/BLOCK, stride]."""
+    tile_m, tile_k = tl.program_id(0) // (k // BLOCK), tl.program_id(0) % (k // BLOCK)
+    row = tile_m * BLOCK + tl.arange(0, BLOCK)[:, None].to(tl.int64)
+    col = tile_k * BLOCK + tl.arange(0, BLOCK)[None, :].to(tl.int64)
+    x = tl.load(x_ptr + row * k + col).to(tl.float32)
+    scale = scale_of_block(tl.max(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), axis=0), MOST)
+    x8 = scaled(x, scale, MOST)
+    if ROWS:
+        tl.store(by_rows_ptr + row * k + col, x8)
+    if COLUMNS:
+        tl.store(by_columns_ptr + col * m + row, x8)
+    tl.store(scales_ptr + tile_m * stride + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))

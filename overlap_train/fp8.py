@@ -1,12 +1,14 @@
-"""The passes of column and row linears in fp8; linear.py has those of other dtypes, and the autograd functions of all.
+"""The passes of column and row linears in fp8 with one scale a tensor; linear.py has those of other dtypes, and the autograd
+functions of all; blockwise.py those with a scale for each block.
 
     y = x8 @ w8.T * x_inverse * w_inverse           e4m3 by e4m3
     dx = dy8 @ w8 * dy_inverse * w_inverse          e5m2 (or e4m3) by e4m3
     dw = dy8.T @ x8 * dy_inverse * x_inverse        e5m2 (or e4m3) by e4m3
 
-What is gathered has one byte an element, and one scale for the shards of all ranks: the largest element of any of them decides.
-Partial sums stay in the dtype of the input, as do results. Tensor cores want both operands along the contraction. So backward
-multiplies transposed copies: of the weight, of its own gradient, and of what it has gathered.
+What is gathered has one byte an element, and one scale for the shards of all ranks: the largest element of any of them decides;
+with "delayed" all scales are given (GivenScales). Partial sums stay in the dtype of the input, as do results. Tensor cores want
+both operands along the contraction. So backward multiplies transposed copies: of the weight, of its own gradient, and of what it
+has gathered.
 """
 
 from __future__ import annotations
@@ -15,14 +17,24 @@ from typing import Any
 
 import torch
 
-from .group.domain import profiled
+from .group.domain import OverlapDomain, profiled
 from .ops.planned import PlannedOp
 from .ops.product import Fp8Matrix
-from .ops.quantize import FORWARD, GRADIENT, Fp8Copies, Quantized, largest, quantized, transposed
+from .ops.quantize import (
+    FORWARD,
+    GRADIENT,
+    Fp8Copies,
+    Given,
+    GivenScales,
+    Quantized,
+    largest,
+    quantized,
+    transposed,
+)
 from .ops.wgrad import WeightGradient
 
 
-def _copies(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
+def copies_of(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
     """What calls keep of a weight. Replays of a CUDA graph would never see the next one."""
     copies: Fp8Copies | None = getattr(w, "fp8_copies", None)
     if copies is None or not linear.domain.is_capturing():
@@ -30,24 +42,40 @@ def _copies(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
     return None if copies.inverse is None else Fp8Copies(copies.inverse)
 
 
+def _given(linear: PlannedOp, w: torch.Tensor) -> GivenScales | None:
+    """The scales that are given for a linear; None: they are found in each call."""
+    scales: GivenScales | None = getattr(w, "fp8_scales", None) if linear.plan.amax is None else None
+    return scales
+
+
+def _by_given_scale(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
+    scales: GivenScales = w.fp8_scales  # type: ignore[attr-defined]
+    return quantized(domain, w, scales.w, FORWARD, rows, columns)
+
+
+def _largest_of_all(linear: PlannedOp, x: torch.Tensor) -> torch.Tensor:
+    return linear.of_all_ranks(largest(linear.domain, x))
+
+
 def forward_weight(linear: PlannedOp, w: torch.Tensor, wants_dx: bool) -> tuple[Quantized, torch.Tensor | None]:
-    """(w by rows, its largest elements for backward). None: backward finds columns among the copies."""
-    copies = _copies(linear, w)
+    """(w by rows, its largest elements for backward, or the given scale). None: backward finds columns among the copies."""
+    copies, given = copies_of(linear, w), _given(linear, w)
     if copies is None:
-        w_amax = largest(linear.domain, w)
-        return quantized(linear.domain, w, w_amax, FORWARD), w_amax
+        kept = largest(linear.domain, w) if given is None else given.w.scale.clone()  # its owner changes it
+        return quantized(linear.domain, w, kept if given is None else given.w, FORWARD), kept
     if linear.turn is not None:  # methods are compared by calls that do the same
         copies.clear()
-    return copies.of(linear.domain, w, wants_dx), None
+    return copies.of(linear.domain, w, wants_dx, None if given is None else _by_given_scale), None
 
 
-def backward_weight(linear: PlannedOp, w: torch.Tensor, w_amax: torch.Tensor | None) -> Quantized:
-    """w by columns. w_amax: by forward_weight."""
-    copies = _copies(linear, w) if w_amax is None else None
+def backward_weight(linear: PlannedOp, w: torch.Tensor, kept: torch.Tensor | None) -> Quantized:
+    """w by columns. kept: by forward_weight."""
+    copies, given = copies_of(linear, w) if kept is None else None, _given(linear, w)
     if copies is not None:
-        return copies.of(linear.domain, w, columns=True)
-    w_amax = largest(linear.domain, w) if w_amax is None else w_amax
-    return quantized(linear.domain, w, w_amax, FORWARD, rows=False, columns=True)
+        return copies.of(linear.domain, w, True, None if given is None else _by_given_scale)
+    if kept is None:
+        kept = largest(linear.domain, w) if given is None else given.w.scale
+    return quantized(linear.domain, w, kept if given is None else Given(kept, None), FORWARD, rows=False, columns=True)
 
 
 def column_forward(
@@ -59,7 +87,8 @@ def column_forward(
     domain, plan, tags = linear.domain, linear.plan, linear.tags
     bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
-        x8 = quantized(domain, x_shard_m, linear.of_all_ranks(largest(domain, x_shard_m)), FORWARD)
+        given = _given(linear, w_shard_n)
+        x8 = quantized(domain, x_shard_m, given.x if given else _largest_of_all(linear, x_shard_m), FORWARD)
         gather = plan.fprop.start(domain, tags.fprop, x8.rows)
         w8, w_amax = forward_weight(linear, w_shard_n, wants_dx)  # under the gather
         y_shard_n = gather.matmul(Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True), bias)
@@ -78,7 +107,9 @@ def column_backward(
     with linear.backward[wants_dx, dw is not None]:
         if dw is not None and plan.wgrad is not None:
             gather = plan.wgrad.start(domain, tags.wgrad, x8)
-        dy8 = quantized(domain, dy_shard_n, largest(domain, dy_shard_n), gradient, wants_dx, dw is not None)
+        given = _given(linear, w_shard_n)
+        by = given.dy if given else largest(domain, dy_shard_n)
+        dy8 = quantized(domain, dy_shard_n, by, gradient, wants_dx, dw is not None)
         if wants_dx:
             dgrad = plan.dgrad_alone if dw is None or dw.is_delayed else plan.dgrad
             w8 = backward_weight(linear, w_shard_n, w_amax)
@@ -104,7 +135,8 @@ def row_forward(
     domain, plan = linear.domain, linear.plan
     bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
-        x8 = quantized(domain, x_shard_k, largest(domain, x_shard_k), FORWARD, columns=trains)
+        given = _given(linear, w_shard_k)
+        x8 = quantized(domain, x_shard_k, given.x if given else largest(domain, x_shard_k), FORWARD, columns=trains)
         w8, w_amax = forward_weight(linear, w_shard_k, wants_dx)
         right = Fp8Matrix(w8.rows, x8.inverse, w8.inverse, plan.dtype, fast=True)
         y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x8.rows, right, bias).finish()
@@ -119,7 +151,8 @@ def row_backward(
     domain, plan, tags, dx_shard_k, (x8, x_inverse, w_amax) = linear.domain, linear.plan, linear.tags, None, saved
     gradient = GRADIENT[plan.config.fp8]
     with linear.backward[True, dw is not None]:  # the peers want dy_shard_m, whatever this rank does
-        dy8 = quantized(domain, dy_shard_m, linear.of_all_ranks(largest(domain, dy_shard_m)), gradient)
+        given = _given(linear, w_shard_k)
+        dy8 = quantized(domain, dy_shard_m, given.dy if given else _largest_of_all(linear, dy_shard_m), gradient)
         gather = plan.dgrad.start(domain, tags.dgrad, dy8.rows)
         if wants_dx:
             w8 = backward_weight(linear, w_shard_k, w_amax)

@@ -266,11 +266,11 @@ class _AllGatherLinear(torch.autograd.Function):
         ctx: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
         rows, (wants_dx, wants_dw) = as_rows(x_shard_m), ctx.needs_input_grad[:2]
-        if linear.plan.amax is None:
+        if (passes := in_fp8(linear)) is None:
             y_shard_n, gathered = column_forward(linear, rows, w_shard_n, bias)
             saved = (gathered if linear.keeps else x_shard_m,) if wants_dw else (None,)
         else:
-            y_shard_n, saved = _in_fp8().column_forward(linear, rows, w_shard_n, bias, wants_dx, wants_dw)
+            y_shard_n, saved = passes.column_forward(linear, rows, w_shard_n, bias, wants_dx, wants_dw)
         # weight: itself, for what it carries; hooks on saved tensors (checkpointing) give back another object.
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x_shard_m.shape
         ctx.save_for_backward(*saved, w_shard_n)
@@ -283,11 +283,11 @@ class _AllGatherLinear(torch.autograd.Function):
         dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy_shard_n)
         if not (wants_dx or wants_dw):
             return _gradients(ctx, None, dw, dy_rows)
-        if linear.plan.amax is None:
+        if (passes := in_fp8(linear)) is None:
             x = None if saved[0] is None else as_rows(saved[0])
             dx = column_backward(linear, dy_rows, x, w_shard_n, dw, wants_dx)
         else:
-            dx = _in_fp8().column_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
+            dx = passes.column_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
         return _gradients(ctx, dx, dw, dy_rows)
 
 
@@ -297,10 +297,10 @@ class _LinearReduceScatter(torch.autograd.Function):
         ctx: Any, x_shard_k: torch.Tensor, w_shard_k: torch.Tensor, bias: torch.Tensor | None, linear: PlannedOp
     ) -> torch.Tensor | None:
         rows, (wants_dx, wants_dw) = as_rows(x_shard_k), ctx.needs_input_grad[:2]
-        if linear.plan.amax is None:
+        if (passes := in_fp8(linear)) is None:
             y_shard_m, saved = row_forward(linear, rows, w_shard_k, bias), (x_shard_k if wants_dw else None,)
         else:
-            y_shard_m, saved = _in_fp8().row_forward(linear, rows, w_shard_k, bias, wants_dx, wants_dw)
+            y_shard_m, saved = passes.row_forward(linear, rows, w_shard_k, bias, wants_dx, wants_dw)
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_k, x_shard_k.shape  # as above
         ctx.save_for_backward(*saved, w_shard_k)
         return as_sequence(y_shard_m, ctx.x_shape[0] // linear.domain.world_size, ctx.x_shape)
@@ -312,10 +312,10 @@ class _LinearReduceScatter(torch.autograd.Function):
         dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy_shard_m)
         if not (wants_dx or wants_dw):  # no rank wants the others' rows
             return _gradients(ctx, None, dw, dy_rows)
-        if linear.plan.amax is None:
+        if (passes := in_fp8(linear)) is None:
             dx = row_backward(linear, dy_rows, lambda: as_rows(saved[0]), w_shard_k, dw, wants_dx)
         else:
-            dx = _in_fp8().row_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
+            dx = passes.row_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
         return _gradients(ctx, dx, dw, dy_rows)
 
 
@@ -327,9 +327,12 @@ def _gradients(
     return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
 
 
-def _in_fp8() -> ModuleType:
-    """The same four passes in fp8."""
-    return import_module("..fp8", __name__)
+def in_fp8(linear: PlannedOp) -> ModuleType | None:
+    """The module with the same four passes in the fp8 of a call; None: it is in its own dtype."""
+    fp8 = linear.plan.config.fp8
+    if fp8 == "off":
+        return None
+    return import_module("..blockwise" if fp8 == "blockwise" else "..fp8", __name__)
 
 
 _apply_all_gather, _apply_reduce_scatter = applied(_AllGatherLinear), applied(_LinearReduceScatter)

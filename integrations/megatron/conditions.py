@@ -7,6 +7,7 @@ Megatron-Core changes built linears: inference toggles `output_layer.sequence_pa
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from megatron.core.extensions import transformer_engine as megatron_te
 
 from overlap_train.group.registry import is_graphed
 from overlap_train.integrations.megatron.main_grad import accumulates
-from overlap_train.ops.spec import DTYPES, fits_fp8, other_autocast
+from overlap_train.ops.spec import DTYPES, misfit_in_fp8, other_autocast
 from overlap_train.ops.wgrad import is_watched
 
 if TYPE_CHECKING:
@@ -49,9 +50,16 @@ def has_ulysses(config: TransformerConfig) -> bool:
 NOTHING: Mapping[str, Any] = {}
 _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--overlap-train-on-unsupported fallback)"
 _ONLY_TE = "only TransformerEngine's linears compute in it"
-OUR_FP8 = {"hybrid": "tensorwise", "e4m3": "tensorwise_e4m3"}  # Megatron's format -> OverlapConfig.fp8
-_OUR_FP8_BY_TE = "--fp8-format, or take --fp8-recipe tensorwise: in that ours compute, too"
-_OUR_FP8_ALONE = "--fp8-format, and without TransformerEngine take --overlap-train-fp8 tensorwise"
+# Megatron's (format, recipe) -> OverlapConfig.fp8
+OUR_FP8 = {
+    ("hybrid", "tensorwise"): "tensorwise", ("e4m3", "tensorwise"): "tensorwise_e4m3", ("hybrid", "delayed"): "delayed",
+    ("e4m3", "delayed"): "delayed_e4m3", ("e4m3", "blockwise"): "blockwise",
+}  # fmt: skip
+_OUR_FP8_BY_TE = (
+    "--fp8-format, or take --fp8-recipe delayed or tensorwise, or blockwise with --fp8-format e4m3: ours have these"
+)
+_OUR_FP8_ALONE = "--fp8-format, and without TransformerEngine take --overlap-train-fp8 tensorwise or blockwise"
+_FP32_SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"  # TransformerEngine's variable
 _ON_THE_GPU = "what an overlapped linear saves for backward stays on the GPU"
 _MUST_BE_OFF = {  # setting of a model -> why, Megatron's flag
     "tp_comm_overlap": ("TransformerEngine's overlap and this one exclude each other", "--tp-comm-overlap"),
@@ -91,17 +99,35 @@ def bad_combination(config: TransformerConfig) -> Problem | None:
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return _setting(config, "transformer_impl", "overlap is for training", "'local'")
     for field, (rule, flag) in _MUST_BE_OFF.items():
-        if getattr(config, field, None) and not (field == "fp8" and is_our_fp8(config)):
+        if getattr(config, field, None) and not (field == "fp8" and our_fp8(config)):
             off = "None" if field in ("fp8", "fp4") else "False"
             return _setting(config, field, rule, f"{off} (leave out {flag})")
+    if our_fp8(config) and (why := _why_not_as_te(config)) is not None:
+        return Problem(f"fp8_recipe={config.fp8_recipe!r} in the model's config: {why[0]}", why[1])
     return None
 
 
-def is_our_fp8(config: TransformerConfig) -> bool:
-    """Whether our operators multiply as TransformerEngine's fp8 of a model does: with one scale a tensor, found in each call. TE
-    must be there: it says which layers are in fp8."""
-    one_scale = getattr(config, "fp8", None) in OUR_FP8 and getattr(config, "fp8_recipe", None) == "tensorwise"
-    return megatron_te.HAVE_TE and one_scale
+def our_fp8(config: TransformerConfig) -> str | None:
+    """The OverlapConfig.fp8 by which our operators multiply as TransformerEngine's fp8 of a model does. None: none does, or
+    it is not in fp8. TE must be there: it says which layers are in fp8, and with `delayed` by which scales."""
+    asked = getattr(config, "fp8", None), getattr(config, "fp8_recipe", None)
+    return OUR_FP8.get(asked) if megatron_te.HAVE_TE else None  # type: ignore[arg-type]
+
+
+def _why_not_as_te(config: TransformerConfig) -> tuple[str, str] | None:
+    """(why ours do not multiply as TransformerEngine in a recipe that they have, what to set instead), or None: they do."""
+    if config.fp8_recipe == "delayed" and not getattr(config, "fp8_wgrad", True):
+        return "fp8_wgrad=False, and weight gradients of ours are in fp8", "leave out --no-fp8-wgrad"
+    if config.fp8_recipe != "blockwise":
+        return None
+    if os.environ.get(_FP32_SCALES, "0") == "1":
+        return f"{_FP32_SCALES}=1, and scales of ours are powers of two", f"unset {_FP32_SCALES}"
+    if getattr(config, "fp8_param", False):
+        return (
+            "weights that are kept in fp8 (fp8_param=True) have one scale a tensor in ours",
+            "leave out --fp8-param-gather",
+        )
+    return None
 
 
 def broken_rule(config: Any, rules: Iterable[tuple[str, Any, str]]) -> str | None:
@@ -145,9 +171,12 @@ def _fp8_reason(linear: ParallelLinear, weight: torch.Tensor, rows: int) -> str 
     """Why a call that is to multiply in fp8 runs Megatron's own code; None where it does not. rows: of all ranks."""
     if not_in_fp8(linear) is not None:
         return "a weight in fp8 of a linear that is not in fp8" if is_in_fp8(weight) else None
-    may_fall_back = getattr(linear.config, "fp8", None) or linear.overlap.config.on_unsupported != "error"
-    if may_fall_back and not fits_fp8(rows, weight):
-        return f"fp8 with {f'{rows} rows' if rows % 16 else f'a weight {tuple(weight.shape)}'}: not a multiple of 16"
+    tes, config = getattr(linear.config, "fp8", None), linear.overlap.config
+    if tes or config.on_unsupported != "error":
+        fp8 = (our_fp8(linear.config) if tes else None) or config.fp8
+        misfit = misfit_in_fp8(fp8, rows, tuple(weight.shape), linear.tp_group.size())
+        if misfit is not None:
+            return f"fp8 with {misfit}"
     if is_in_fp8(weight) and (is_watched(weight) or not accumulates(linear, weight, linear.overlap.config)):
         return "a weight in fp8 whose gradient does not go into main_grad"  # autograd would give it the dtype of the numbers
     return None
@@ -228,7 +257,7 @@ def _feature_reason(linear: ParallelLinear, exchanges: bool) -> str | None:
         return "generalized tensor parallelism shards the weight again"
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return "transformer_impl=inference_optimized"
-    if getattr(config, "fp4", None) or (getattr(config, "fp8", None) and not is_our_fp8(config)):
+    if getattr(config, "fp4", None) or (getattr(config, "fp8", None) and not our_fp8(config)):
         return "fp8 or fp4: only TransformerEngine's linears compute in it"
     if getattr(config, "fp8", None) and holder is not linear and (exchanges or not linear.sequence_parallel):
         return "fp8: ours is for sequence parallelism, without an exchange"

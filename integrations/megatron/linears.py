@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -39,6 +40,7 @@ from overlap_train.integrations.megatron.conditions import (
     bad_combination,
     fallback_reason,
     not_in_fp8,
+    our_fp8,
     standing_reason,
 )
 from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
@@ -49,6 +51,7 @@ from overlap_train.integrations.megatron.te_norm import (
     normed,
     too_old,
 )
+from overlap_train.integrations.megatron.te_scales import scales_of, update_after_backward
 from overlap_train.integrations.megatron.weight_copies import plain, renew_copies
 from overlap_train.ops.plan import Plan
 from overlap_train.ops.plan_cache import Foreseen, foresee
@@ -126,7 +129,7 @@ class LinearOverlap:
 
     def fp8_of(self, linear: Any) -> str:
         """In which way a call multiplies in fp8, "off": not at all."""
-        fp8 = OUR_FP8.get(getattr(linear.config, "fp8", None) or "", self.config.fp8)
+        fp8 = our_fp8(linear.config) or self.config.fp8
         return "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8
 
     def config_of(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
@@ -296,13 +299,18 @@ class _OverlappedTE:
         added, returned = biases(self)
         wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
         settings = settings_of(self, self.weight)
-        in_fp8 = settings["config"].fp8 != "off"
+        fp8 = settings["config"].fp8
+        in_fp8 = fp8 != "off"
         if self.overlap.norm is not None and self.sequence_parallel and not in_fp8:
             y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **settings)
             y = self.overlap.watched(y)
         else:
+            is_delayed = fp8.startswith("delayed")
             x = normed(self, x)
-            y = product(self, x, plain(self.weight) if in_fp8 else self.weight, added, settings)
+            with scales_of(self, x) if is_delayed else nullcontext():
+                y = product(self, x, plain(self.weight) if in_fp8 else self.weight, added, settings)
+            if is_delayed:
+                update_after_backward(y)
         if self.is_first_microbatch:  # as TE's forward does
             self.is_first_microbatch, self.overlap.te_is_behind = False, True
         if not wants_h:

@@ -187,7 +187,7 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         return replace(row, method="in turn", reasons=(tries,))
     method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
     reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
-    if plan.amax is not None:
+    if plan.config.fp8 != "off":
         reasons += (f"fp8 {plan.config.fp8}",)
     elif linear.overlap.config.fp8 != "off" or getattr(linear.config, "fp8", None):
         reasons += (not_in_fp8(linear) or "not in fp8",)

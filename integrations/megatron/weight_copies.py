@@ -44,6 +44,8 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     w8: Any = _Numbers.apply(weight)
     copies, w8.main_grad, w8.grad_added_to_main_grad = weight.fp8_copies, weight.main_grad, False  # type: ignore[attr-defined]
     copies.inverse, w8.fp8_copies = weight._scale_inv, copies  # type: ignore[attr-defined]
+    if (scales := attribute(weight, "fp8_scales", None)) is not None:
+        w8.fp8_scales = scales
     w8.wgrad_store = getattr(weight, "wgrad_store", None)
     return w8
 

@@ -28,10 +28,11 @@ from ..select.tiles import (
     PORTABLE,
     TileConfig,
     chunks_of,
+    on_hopper,
     portable_tile,
-    tma_reads,
     tma_reads_weight,
 )
+from .blocks import row_bytes
 from .launch import MOST_DIRECT_PEERS
 from .quantize import AMAX_BYTES
 from .spec import OperatorSpec, shapes_of
@@ -177,8 +178,8 @@ def planner_of(topology: Topology, config: OverlapConfig) -> Planner:
 def _kernels(kind: Kind, choice: Choice, pass_: Pass, device: torch.device, w: torch.Tensor) -> str:
     if not choice.how.multiplies:
         return LIBRARY
-    readable = all(tma_reads(device, pass_.dtype, *cols) for cols in ((pass_.k, pass_.n), (pass_.row_features, 0)))
-    if w.dim() != 2 or not readable or not (pass_.fp8 or tma_reads_weight(w)):  # what is made in fp8 lies as it must
+    # what is made in fp8 lies as it must
+    if w.dim() != 2 or not on_hopper(pass_, device) or not (pass_.fp8 or tma_reads_weight(w)):
         return PORTABLE
     too_many = not kind.receives and choice.method == "direct" and pass_.world - 1 > MOST_DIRECT_PEERS
     return PORTABLE if too_many else HOPPER
@@ -191,7 +192,7 @@ class Plan:
     dgrad_alone: the input gradient where no weight gradient is wanted: nothing of it is held back. wgrad: how the weight
     gradient's operand is sent again; None where it need not be.
 
-    amax: in fp8, how ranks tell each other the largest elements of what is gathered.
+    amax: in fp8 with one scale that is found in each call, how ranks tell each other the largest elements of what is gathered.
 
     rows: of all ranks, M.
 
@@ -224,8 +225,8 @@ def make_plan(
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
     device, world = x.device, topology.world
     n, k = w.shape[:1].numel(), w.shape[-1:].numel()
-    fp8 = config.fp8 != "off"
-    first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world, fp8)
+    fp8, blockwise = config.fp8 != "off", config.fp8 == "blockwise"
+    first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world, fp8, blockwise)
     planner = planner_of(topology, config)
     if spec.replicated:
         return _all_reducing(spec, config, planner, first, x, w)
@@ -244,11 +245,13 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
-    amax = planner.amax_gather(fprop, device) if fp8 else None
+    amax = planner.amax_gather(fprop, device) if config.fp8.startswith("tensorwise") else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     how += f", fp8={config.fp8}" * fp8
     methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}
     received = spec.slot_bytes(x, w, world)
+    if blockwise:  # rows may carry both roundings
+        received = max(received, first.m * 2 * row_bytes(k if spec.sends_input else n))
     words = received if LOW_LATENCY in methods else 0
     if amax is not None and amax.method == LOW_LATENCY:
         words = max(words, AMAX_BYTES * world)
@@ -298,10 +301,10 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
                 return refused
         if not engine.variant.kernels:
             continue
-        if plan.amax is not None and engine.variant.multiplies and engine.kernels != HOPPER:
+        if plan.config.fp8 != "off" and engine.variant.multiplies and engine.kernels != HOPPER:
             return (
-                f"method={engine.method!r} with fp8={plan.config.fp8!r}: its kernels multiply fp8 on Hopper GPUs, to results in "
-                f"bf16 or fp16; use 'auto' or 'chunked' ({flag_name('method')})"
+                f"method={engine.method!r} with fp8={plan.config.fp8!r}: its kernels multiply fp8 with one scale a tensor, on "
+                f"Hopper GPUs, to results in bf16 or fp16; use 'auto' or 'chunked' ({flag_name('method')})"
             )
         variable = serialising() if device.type == "cuda" else None
         if variable is not None:

@@ -95,9 +95,7 @@ class PlanCache:
         """
         (x, w, bias), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
-        error = problem or spec.error(x, w, bias, domain.world_size, name, config.fp8 != "off")
-        if config.fp8 != "off":
-            error = error or spec.fp8_error(x, w, domain.world_size, domain.topology.nodes, name)
+        error = problem or self._error(spec, operands, config, name)
         planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
         if known is not None and problem is not None:
@@ -131,6 +129,14 @@ class PlanCache:
             prepare(self.domain, Request(spec.name, "arguments that do not fit"), problem, name)
         raise ValueError(problem)
 
+    def _error(self, spec: OperatorSpec, operands: Operands, config: OverlapConfig, name: str) -> str | None:
+        """What is wrong with the arguments of a call, or None."""
+        (x, w, bias), world, nodes = operands, self.domain.world_size, self.domain.topology.nodes
+        error = spec.error(x, w, bias, world, name, config.fp8 not in ("off", "blockwise"))
+        if error is None and config.fp8 != "off":
+            return spec.fp8_error(x, w, world, nodes, name, config.fp8)
+        return error
+
     def _planned(
         self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, *, tries: bool
     ) -> Planned:
@@ -153,7 +159,7 @@ class PlanCache:
             mine = rows // world if spec.sends_input and not spec.replicated else rows
             x = w.new_empty(()).expand(mine, w.shape[-1]).requires_grad_()
             plan = make_plan(spec, config, self.table, self.domain.topology, x, w)
-            if spec.error(x, w, bias, world, spec.name) is None and error_here(plan, self.domain) is None:
+            if self._error(spec, (x, w, bias), config, spec.name) is None and error_here(plan, self.domain) is None:
                 found[key] = plan, (x, w, bias)
         return list(found.values())
 

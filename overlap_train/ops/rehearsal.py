@@ -79,7 +79,8 @@ def launches_of(
 ) -> list[Launch]:
     """What compile_ahead starts; of fp8 the products alone. None across nodes, where launches depend on what has arrived."""
     passes = [one for one in _passes(plan, x, w) if one[0].slots]
-    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node":
+    in_blocks = plan.config.fp8 == "blockwise"  # by the library
+    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or in_blocks:
         return []
     workspace, here = _Rehearsal(domain), copy.copy(domain)
     here.workspace, here.engine = workspace, cast(Any, _NoCopies())
@@ -139,7 +140,7 @@ def _rehearse(
 
 def _operands(plan: Plan, engine: EnginePlan, b_kn: torch.Tensor) -> tuple[Right, torch.Tensor]:
     """(b as a pass multiplies by it, a tensor of the dtype in which its other operand is sent or multiplied)."""
-    if plan.amax is None:
+    if plan.config.fp8 == "off":
         return b_kn, b_kn
     dtype = FORWARD if engine in (plan.fprop, plan.wgrad) else GRADIENT[plan.config.fp8]
     inverse = torch.empty(1, dtype=torch.float32, device="meta")

@@ -57,9 +57,14 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
 
 
-def fits_fp8(rows: int, w: torch.Tensor) -> bool:
-    """Whether tensor cores multiply so many rows and the weight w [N, K] in fp8, in each of the three passes."""
-    return not (rows % 16 or w.shape[0] % 16 or w.shape[1] % 16)
+def misfit_in_fp8(fp8: str, rows: int, sides: tuple[int, ...], world_size: int) -> str | None:
+    """Which size the three passes do not take in fp8, in words; None: they take so many rows of all ranks, and a weight with
+    these two sides. fp8: as in OverlapConfig. Tensor cores want multiples of 16, blocks are of 128."""
+    least = 128 if fp8 == "blockwise" else 16
+    ranks = world_size if fp8 == "blockwise" else 1
+    if rows % (least * ranks):
+        return f"{rows} rows of all ranks: not a multiple of {f'{ranks} x ' if ranks > 1 else ''}{least}"
+    return f"a weight {sides}: not a multiple of {least}" if any(side % least for side in sides) else None
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,16 @@ class OperatorSpec:
         return self.fprop.receives
 
     def error(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str, fp8: bool = False
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        world_size: int,
+        name: str,
+        takes_fp8: bool = False,
     ) -> str | None:
-        """What is wrong with the arguments of a call, or None. name: of the linear. fp8: it multiplies in fp8."""
+        """What is wrong with the arguments of a call, or None. name: of the linear. takes_fp8: also a weight that is in fp8 with
+        its scale."""
         if not self.multiplies:  # who makes x has looked at it, and the product at w
             return None
         x_name, w_name = self.x_name, self.w_name
@@ -107,7 +119,7 @@ class OperatorSpec:
             return f"{name}: {x_name} {tuple(x.shape)} or {w_name} {tuple(w.shape)} is empty; dimensions must be at least 1"
         if x.dtype not in DTYPES:
             return f"{name}: {x_name} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
-        has_scale = fp8 and getattr(getattr(w, "fp8_copies", None), "inverse", None) is not None
+        has_scale = takes_fp8 and getattr(getattr(w, "fp8_copies", None), "inverse", None) is not None
         dtype_of_w = torch.float8_e4m3fn if has_scale else x.dtype
         for its, other, dtype in ((w_name, w, dtype_of_w), ("bias", x if bias is None else bias, x.dtype)):
             if other.dtype != dtype:
@@ -129,26 +141,34 @@ class OperatorSpec:
             )
         return None
 
-    def fp8_error(self, x: torch.Tensor, w: torch.Tensor, world_size: int, nodes: int, name: str) -> str | None:
-        """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear."""
+    def fp8_error(
+        self, x: torch.Tensor, w: torch.Tensor, world_size: int, nodes: int, name: str, fp8: str
+    ) -> str | None:
+        """What is wrong with a call in fp8 whose arguments are right else, or None. name: of the linear. fp8: which."""
         off = "use fp8='off' (leave out --overlap-train-fp8, or take --overlap-train-on-unsupported fallback)"
         if self.replicated or self.fprop.exchanges or not self.multiplies:
             return f"{name}: {self.name} has no form in fp8; {off}"
+        if fp8.startswith("delayed") and not hasattr(w, "fp8_scales"):
+            return (
+                f"{name}: fp8={fp8!r} without {self.w_name}.fp8_scales, which TransformerEngine's modules have under Megatron's "
+                f"--fp8-recipe delayed; use 'tensorwise' or 'blockwise', or {off}"
+            )
         if nodes > 1:
             return (
                 f"{name}: fp8 in a group of {nodes} nodes: operands with one byte an element stay inside a node; {off}"
             )
-        if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
-            return (
-                f"{name}: fp8 on {torch.cuda.get_device_name(x.device)}: tensor cores multiply fp8 from Ada on; {off}"
+        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+        if capability < (8, 9) or (fp8 == "blockwise" and capability[0] != 9):
+            where = (
+                "cuBLASLt takes scales of blocks on Hopper"
+                if fp8 == "blockwise"
+                else "tensor cores multiply fp8 from Ada on"
             )
+            return f"{name}: fp8={fp8!r} on {torch.cuda.get_device_name(x.device)}: {where}; {off}"
         if x.is_cuda and x.dtype == torch.float32:
             return f"{name}: fp8 with {self.x_name} in float32: cuBLASLt gives bfloat16 or float16; cast it, or {off}"
-        rows = self.global_rows(x, world_size)
-        if not fits_fp8(rows, w):
-            odd = f"{rows} rows of all ranks" if rows % 16 else f"{self.w_name} {tuple(w.shape)}"
-            return f"{name}: fp8 with {odd}: tensor cores want multiples of 16; pad it, or {off}"
-        return None
+        misfit = misfit_in_fp8(fp8, self.global_rows(x, world_size), tuple(w.shape), world_size)
+        return None if misfit is None else f"{name}: fp8 with {misfit}; pad it, or {off}"
 
     @property
     def _has_all_rows(self) -> bool:

@@ -39,7 +39,8 @@ class AutotuneRuns:
         tune_steps. x, w: its operands, in which nothing is wrong."""
         spec, domain, nodes = planned.plan.spec, self._domain, self._domain.topology.nodes
         device, world, (n, k) = domain.device, domain.world_size, w.shape
-        fprop = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world, config.fp8 != "off")
+        rows, fp8 = spec.global_rows(x, world), (config.fp8 != "off", config.fp8 == "blockwise")
+        fprop = Pass(spec.fprop, rows, n, k, x.dtype, world, *fp8)
         key = self._key(fprop)
         if key not in self._runs and all(winner_of(p, device, known) is not None for p in (fprop, fprop.dgrad)):
             self._runs[key] = None

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .product import Fp8Matrix
+from .product import BlockMatrix, Fp8Matrix
 
 
 class WeightGradient:
@@ -62,7 +62,7 @@ class WeightGradient:
         else:
             self._store.put([dy, x], partial(self._add_late, self._add))
 
-    def add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix) -> None:
+    def add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix | BlockMatrix) -> None:
         """Add the product in fp8 of dy_nm [N, M], dy's transpose, and x [M, K]: all that there is."""
         if self._store is None:
             self._add_scaled(dy_nm, x)
@@ -71,7 +71,7 @@ class WeightGradient:
 
     @torch.no_grad()  # backward has ended
     def _add_late(
-        self, add: Callable[[torch.Tensor, Any], None], dy: torch.Tensor, x: torch.Tensor | Fp8Matrix
+        self, add: Callable[[torch.Tensor, Any], None], dy: torch.Tensor, x: torch.Tensor | Fp8Matrix | BlockMatrix
     ) -> tuple[torch.Tensor | None, None]:
         """(weight.grad or None, no gradient of a bias), which is what the store's owner takes: autograd has the bias's."""
         add(dy, x)
@@ -92,7 +92,7 @@ class WeightGradient:
             for part, dy_part, x_part in _parts(target, dy, x):
                 accumulate(part, dy_part, x_part)
 
-    def _add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix) -> None:
+    def _add_scaled(self, dy_nm: torch.Tensor, x: Fp8Matrix | BlockMatrix) -> None:
         if self._target is None:
             self._dw = x.multiply(dy_nm)
         else:

@@ -48,7 +48,8 @@ class Pass:
     gemm_a2a  GEMM + A2A       [m/W, k] @ [k, n]             [m/W, n/W]
 
     "scatter, wgrad" is a column linear's dgrad, whose reduce-scatter may run under the weight gradient that comes after it.
-    m: global rows. dtype: of the result. fp8: both operands have one byte an element.
+    m: global rows. dtype: of the result. fp8: both operands have one byte an element. blockwise: and a scale for each block, by
+    which no kernel of ours multiplies.
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class Pass:
     dtype: torch.dtype
     world: int
     fp8: bool = False
+    blockwise: bool = False
 
     @property
     def dgrad(self) -> Pass:
@@ -88,7 +90,7 @@ class Pass:
     @property
     def bucket(self) -> Bucket:
         """Passes with the same bucket share a measurement: sizes within a factor of 1.5 of each other."""
-        dtype = dtype_name(self.dtype) + "/fp8" * self.fp8
+        dtype = dtype_name(self.dtype) + "/fp8" * self.fp8 + "/blockwise" * self.blockwise
         return self.kind, dtype, self.world, rounded_up(self.m), rounded_up(self.n), rounded_up(self.k)
 
     def __str__(self) -> str:
@@ -190,7 +192,11 @@ def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
 
 
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
-    """Those of the given methods that serve a pass: all, but for low_latency where it does not."""
+    """Those of the given methods that serve a pass: all, but for low_latency where it does not, and our products by scales of
+    blocks."""
     received = pass_.m * pass_.row_bytes
     serves = refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None
-    return [method for method in methods if method != LOW_LATENCY or serves]
+    left_out = {LOW_LATENCY} if not serves else set()
+    return [
+        method for method in methods if method not in left_out and not (pass_.blockwise and Method(method).multiplies)
+    ]

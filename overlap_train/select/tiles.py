@@ -124,7 +124,8 @@ def equal_chunks(m_shard: int, most: int) -> int:
 
 def on_hopper(pass_: Pass, device: System | torch.device) -> bool:
     """Whether the warp-specialised kernels serve a pass."""
-    return tma_reads(device, pass_.dtype, pass_.k, pass_.n) and tma_reads(device, pass_.dtype, pass_.row_features, 0)
+    both = (pass_.k, pass_.n), (pass_.row_features, 0)
+    return not pass_.blockwise and all(tma_reads(device, pass_.dtype, *features) for features in both)
 
 
 @functools.cache

@@ -56,6 +56,19 @@ def test_fp8_is_exact(case: Case, operator: str) -> None:
             OPERATORS[operator](in_fp8, *shape, seed=seed, bias=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("operator", ["column", "row"])
+def test_fp8_with_scales_of_blocks_is_exact(case: Case, operator: str, kept: bool) -> None:
+    """Twice, so that slots come again; with counts of blocks that are multiples of 4, and others."""
+    if case.config.method not in ("chunked", "collective") or torch.cuda.get_device_capability(case.device)[0] != 9:
+        pytest.skip("scales of blocks are cuBLASLt's, on Hopper")
+    config = replace(case.config, fp8="blockwise", gathered_input="keep" if kept else "regather")
+    for method in (case.config.method, *(["low_latency"] if case.config.method == "chunked" else [])):
+        in_fp8 = replace(case, config=config.by(method))
+        for seed, shape in enumerate(2 * [((128,), 128, 128), ((192, 2), 640, 384), ((1024, 1), 1024, 1536)]):
+            OPERATORS[operator](in_fp8, *shape, seed=seed, bias=seed % 2 == 0)
+
+
 @pytest.mark.parametrize("rows", [65, 129, 997, 4100])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_rows_that_end_within_a_tile(case: Case, operator: str, rows: int) -> None:

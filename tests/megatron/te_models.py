@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -111,9 +113,109 @@ def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engine
     assert all(losses[run] == pytest.approx(expected, rel=0.02) for run in ("hybrid", "e4m3"))
     assert len({tuple(of_run) for of_run in (expected, losses["hybrid"], losses["e4m3"])}) == 3
     model = model_of(1, 2, **RMS, **fp8)
-    model.config.fp8_recipe = "delayed"
-    with pytest.raises(ValueError, match="or take --fp8-recipe tensorwise"):
+    for recipe in ("mxfp8", "blockwise"):  # in hybrid
+        model.config.fp8_recipe = recipe
+        with pytest.raises(
+            ValueError, match="take --fp8-recipe delayed or tensorwise, or blockwise with --fp8-format e4m3"
+        ):
+            quietly_enable(model, OverlapConfig())
+
+
+def fp8_with_scales_of_blocks_is_ours_where_blocks_fit() -> None:
+    """The stand-in has no fp8 itself. Where scales are no powers of two, or weights are kept in fp8, it is refused by name."""
+    fp8 = dict(fp8="e4m3", fp8_recipe="blockwise", attention_dropout=0.0, hidden_dropout=0.0)
+    sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
+    for sizes, said in ((dict(hidden_size=256, ffn_hidden_size=256), "fp8 blockwise"), ({}, "not a multiple of")):
+        model = model_of(1, 2, **RMS, **fp8, **sizes)
         quietly_enable(model, OverlapConfig())
+        with patch("megatron.core.fp8_utils.get_fp8_recipe"), patch.object(models, "SEQUENCE", 128 if sizes else 16):
+            train(model)
+        reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
+        assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
+    model = model_of(1, 2, **RMS, **fp8)
+    for variables, said in (
+        ({"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}, "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
+        ({}, "leave out --fp8-param-gather"),
+    ):
+        model.config.fp8_param = not variables
+        with patch.dict(os.environ, variables), pytest.raises(ValueError, match=f"fp8_recipe=.blockwise. in.*{said}"):
+            quietly_enable(model, OverlapConfig())
+
+
+class DelayedScaling:
+    """A stand-in of TE's state manager for two modules. prepared: their prepare_forward."""
+
+    def __init__(self, *modules: Any) -> None:
+        self.modules, self.quantization_state, self.updated = modules, SimpleNamespace(is_first_fp8_module=True), []
+        self.is_fp8_enabled = lambda: True
+        for module in modules:
+            module.quantizers = {
+                f"scaling_{way}": [SimpleNamespace(scale=torch.tensor(1.0), amax=torch.zeros(1)) for _ in range(3)]
+                for way in ("fwd", "bwd")
+            }
+
+    @staticmethod
+    @contextlib.contextmanager
+    def prepared(module: Any, x: torch.Tensor, allow_non_contiguous: bool) -> Iterator[torch.Tensor]:
+        yield x
+
+    def largest(self, forward: bool) -> list[float]:
+        name = "scaling_fwd" if forward else "scaling_bwd"
+        return [one.amax.item() for module in self.modules for one in module.quantizers[name]]
+
+    def reduce_and_update_fp8_tensors(self, forward: bool) -> None:
+        self.updated.append((forward, self.largest(forward)))
+        for module in self.modules:
+            for one in module.quantizers["scaling_fwd" if forward else "scaling_bwd"]:
+                torch.distributed.all_reduce(one.amax, torch.distributed.ReduceOp.MAX, module.tp_group)
+                one.scale.copy_(256 / one.amax[0] if one.amax > 0 else one.scale)
+                one.amax.zero_()
+
+
+def delayed_scales_are_transformer_engines() -> None:
+    """Of two linears that follow each other. Its manager is told the largest elements, and updates the scales of gradients when
+    backward has passed the first one, once. With the scales of the first pass the second one is nearer to what fp32 gives."""
+    model = model_of(1, 2, **{**RMS, **DROPOUT}, fp8="hybrid", fp8_recipe="delayed")
+    model.config.fp8_wgrad = False
+    with pytest.raises(ValueError, match=r"fp8_wgrad=False.*leave out --no-fp8-wgrad"):
+        quietly_enable(model, OverlapConfig())
+    model.config.fp8_wgrad = True
+    quietly_enable(model, OverlapConfig())
+    column, row = model.decoder.layers[0].mlp.linear_fc1, model.decoder.layers[0].mlp.linear_fc2
+    manager, random = DelayedScaling(column, row), torch.Generator().manual_seed(row.tp_group.rank())
+    x, dy = (torch.randn(8, 2, 32, generator=random) for _ in range(2))
+    recomputation = SimpleNamespace(in_fp8_activation_recompute_phase=lambda: False)
+    modules = {"transformer_engine.pytorch.distributed": recomputation}
+    results: list[list[torch.Tensor]] = []
+    for enabled in (False, True, True):
+        manager.is_fp8_enabled, manager.quantization_state.is_first_fp8_module = (lambda on=enabled: on), True
+        column.is_first_microbatch = row.is_first_microbatch = True
+        leaf = x.clone().requires_grad_()
+        with (
+            patch.dict(sys.modules, modules),
+            patch.object(sys.modules["transformer_engine.pytorch.fp8"], "FP8GlobalStateManager", manager),
+            patch.object(te_stand_in.Linear, "prepare_forward", DelayedScaling.prepared, create=True),
+        ):
+            h = column(leaf)[0]
+            a = h[..., : row.weight.shape[1]].contiguous()
+            y = row(a)[0]
+            of_forward = manager.largest(forward=True)
+            manager.reduce_and_update_fp8_tensors(forward=True)  # as at the end of TE's context
+            h.retain_grad()
+            y.backward(dy)
+        if enabled:
+            w, v = (linear.weight.abs().max().item() for linear in (column, row))
+            assert of_forward[1:] == [w, 0.0, a.abs().max().item(), v, 0.0] and of_forward[0] > 0
+            assert [forward for forward, _ in manager.updated] == [True, False]
+            assert manager.updated[1][1] == [h.grad.abs().max().item(), 0.0, 0.0, dy.abs().max().item(), 0.0, 0.0]
+        manager.updated.clear()
+        results.append([y.detach(), leaf.grad])  # type: ignore[list-item]
+    expected, *found = results
+    errors = [[float((a - b).norm() / b.norm()) for a, b in zip(one, expected, strict=True)] for one in found]
+    assert max(errors[1]) < 0.1 and errors[1][0] < errors[0][0], errors
+    assert all(
+        "fp8 delayed" in row.reason for row in report(model).linears if "mlp" in row.name and "layers.0" in row.name
+    )
 
 
 def a_weight_that_is_kept_in_fp8_is_multiplied_as_it_is() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
-from overlap_train import OverlapConfig
+from overlap_train import OverlapConfig, blockwise
 from overlap_train.integrations.megatron import report
-from tests.megatron import layout
+from tests.megatron import layout, models
 from tests.megatron.linears import OFFLOADED
 from tests.megatron.models import (
     GPT2,
@@ -102,9 +103,24 @@ def test_ten_steps_in_fp8_follow_those_without() -> None:
 
 
 @on_ranks
-def test_rows_that_fp8_does_not_take_are_refused_or_megatrons() -> None:
+def test_steps_in_fp8_with_scales_of_blocks_follow_those_without() -> None:
+    """Of a model that is large enough for blocks of 128. A step makes the eight weights of its layers once."""
+    of_blocks = {**LLAMA, "hidden_size": 256, "ffn_hidden_size": 256, "kv_channels": 64}
+    with patch.object(models, "SEQUENCE", 128):
+        own, _ = train(Recipe(of_blocks, overlap=OverlapConfig()), steps=3)
+        with patch.object(blockwise, "squares", side_effect=blockwise.squares) as made:
+            losses, model = train(Recipe(of_blocks, overlap=OverlapConfig(fp8="blockwise")), steps=3)
+    assert losses == pytest.approx(own, rel=0.02) and losses != pytest.approx(own, rel=1e-5)
+    said = {row.slot: row.reason for row in report(model).linears}
+    assert all(("fp8 blockwise" in reason) == (slot != "output") for slot, reason in said.items()), said
+    assert made.call_count == 3 * 8
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+@on_ranks
+def test_rows_that_fp8_does_not_take_are_refused_or_megatrons(fp8: str) -> None:
     for on_unsupported in ("error", "fallback"):
-        model = gpt(Recipe(LLAMA, overlap=OverlapConfig(fp8="tensorwise", on_unsupported=on_unsupported)))
+        model = gpt(Recipe(LLAMA, overlap=OverlapConfig(fp8=fp8, on_unsupported=on_unsupported)))
         text, positions = torch.zeros(1, 6, dtype=torch.long), torch.arange(6)[None]
         if on_unsupported == "error":
             with pytest.raises(ValueError, match="fp8 with 6 rows of all ranks"):

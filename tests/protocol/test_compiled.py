@@ -202,11 +202,14 @@ def _lengths_and_checkpointing(backend: str, operator: Function) -> None:
 def _in_fp8(backend: str, operator: Function) -> None:
     if operator not in (all_gather_linear, linear_reduce_scatter):
         return
-    x, w = _leaf(32, 1, 32), _leaf(16, 32)
-    for copies in (None, Fp8Copies()):
-        if copies is not None:
-            w.fp8_copies = copies
-        _check(backend, _called(operator, _config(fp8="tensorwise")), x, w)
+    for fp8, x, w in (
+        ("tensorwise", _leaf(32, 1, 32), _leaf(16, 32)),
+        ("blockwise", _leaf(256, 1, 128), _leaf(128, 128)),
+    ):
+        for copies in (None, Fp8Copies()):
+            if copies is not None:
+                w.fp8_copies = copies
+            _check(backend, _called(operator, _config(fp8=fp8)), x, w)
 
 
 def _broken_graphs(backend: str, operator: Function) -> None:

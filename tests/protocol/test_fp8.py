@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from overlap_train import (
 )
 from overlap_train.group.domain import OverlapDomain
 from overlap_train.group.workspace import Workspace
+from overlap_train.ops.quantize import Given, GivenScales
 from tests.linear_cases import Case, column, row
 from tests.processes import run_ranks, values
 
@@ -172,6 +174,55 @@ def test_strange_numbers() -> None:
     assert values(run_ranks(2, _strange_numbers, limit_s=60)) == [[True] * 3] * 2
 
 
+def _given(rank: int, world: int, kind: str, kept: bool) -> dict[str, float]:
+    """Errors against fp64 of what is rounded by given scales, which their owner changes between forward and backward, and of what
+    it is told; of one linear between two ranks."""
+    case, errors, random = _case("chunked", torch.float32, fp8="delayed"), {}, torch.Generator().manual_seed(rank)
+    x, w, dy = (
+        torch.randn(*shape, generator=random) for shape in ((32, 48), (32, 48), (64 if kind == "column" else 16, 32))
+    )
+    scales = [torch.tensor(scale) for scale in (16.0, 32.0, 4.0)]
+    told = [torch.zeros(1) for _ in scales]
+    x_leaf, w_leaf = x.clone().requires_grad_(), torch.nn.Parameter(w.clone())
+    w_leaf.fp8_scales = GivenScales(*(Given(*pair) for pair in zip(scales, told, strict=True)))  # type: ignore[attr-defined]
+    if kept:
+        w_leaf.fp8_copies = Fp8Copies()  # type: ignore[attr-defined]
+    y = OPERATORS[kind](x_leaf, w_leaf, group=case.group, config=case.config)
+    for scale, new in zip(scales, (1.0, 2.0, 8.0), strict=True):
+        scale.fill_(new)
+    y.backward(dy)
+
+    def rounded_by(operand: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+        return (operand * scale).to(dtype).double() / scale
+
+    def whole(shard: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(shard) for _ in range(world)]
+        dist.all_gather(parts, shard)
+        return torch.cat(parts)
+
+    def summed(partial: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(partial)
+        return partial.chunk(world)[rank]
+
+    x8, w8, dy8 = rounded_by(x, 16.0, E4M3), rounded_by(w, 32.0, E4M3), rounded_by(dy, 8.0, E5M2)
+    if kind == "column":
+        right = whole(x8) @ w8.t(), summed(dy8 @ w8), dy8.t() @ whole(x8)
+    else:
+        right = summed(x8 @ w8.t()), whole(dy8) @ w8, whole(dy8).t() @ x8
+    for name, found, expected in zip(("y", "dx", "dw"), (y.detach(), x_leaf.grad, w_leaf.grad), right, strict=True):
+        errors[name] = float((found.double() - expected).abs().max() / expected.abs().max())  # type: ignore[union-attr]
+    for name, found, operand in zip("xwd", told, (x, w, dy), strict=True):
+        errors[name] = float((found - operand.abs().max()).abs())
+    return errors
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_scales_that_are_given_are_those_of_forward(kind: str, kept: bool) -> None:
+    for errors in values(run_ranks(2, _given, kind, kept, limit_s=60)):
+        assert len(errors) == 6 and max(errors.values()) < 1e-5, errors
+
+
 def _refusals(rank: int, world: int) -> list[str]:
     case, said = _case("chunked", torch.float32), []
     calls = (
@@ -180,6 +231,9 @@ def _refusals(rank: int, world: int) -> list[str]:
         lambda: linear_all_reduce(torch.ones(16, 16), torch.ones(16, 16), group=case.group, config=case.config),
         lambda: all_to_all_linear(torch.ones(16, 16), torch.ones(16, 32), group=case.group, config=case.config),
         lambda: linear_reduce_scatter(torch.ones(32, 16), torch.ones(16, 16), group=case.group, config=case.config.by("fused")),
+        lambda: all_gather_linear(
+            torch.ones(16, 16), torch.ones(16, 16), group=case.group, config=replace(case.config, fp8="delayed")
+        ),
         lambda: all_gather_linear(
             torch.ones(16, 16), torch.ones(16, 16), group=case.group,
             config=case.config if rank else OverlapConfig(method="chunked", timeout_s=30.0),
@@ -195,8 +249,9 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_refusals_are_told_to_every_rank() -> None:
     for said in values(run_ranks(2, _refusals, limit_s=60)):
         patterns = (
-            "8 rows of all ranks: .* multiples of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce has no form in fp8",
-            "all_to_all_linear has no form in fp8", "method='fused' with fp8=.*Hopper", "regather, fp8=tensorwise",
+            "8 rows of all ranks: not a multiple of 16", r"a weight \(24, 16\)", "linear_all_reduce has no form in fp8",
+            "all_to_all_linear has no form in fp8", "method='fused' with fp8=.*Hopper",
+            "fp8='delayed' without w_shard_n.fp8_scales", "regather, fp8=tensorwise",
         )  # fmt: skip
         assert all(map(re.search, patterns, said)), said
 

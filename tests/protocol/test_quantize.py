@@ -46,6 +46,22 @@ def test_rows_and_columns_are_torchs(domain: Any, m: int, k: int, dtype: torch.d
     assert torch.equal(quantize.transposed(domain, right.rows).view(torch.uint8), right.columns.view(torch.uint8))  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("m", [16, 300])
+def test_a_given_scale_is_taken_and_told_the_largest_element(domain: Any, m: int) -> None:
+    x, told = torch.randn(m, 48, generator=torch.Generator().manual_seed(m)), [torch.full((1,), 2.0) for _ in range(2)]
+    x[2, 3], x[7, 8] = torch.nan, -5.0
+    makers = (quantize.quantized, domain), (lambda _, *rest: quantize.quantized_by_torch(*rest), None)
+    for amax, largest in ((2.0, 5.0), (6.0, 6.0)):
+        made = []
+        for (make, where), its in zip(makers, told, strict=True):
+            its.fill_(amax)
+            made.append(make(where, x, quantize.Given(torch.tensor(16.0), its), FORWARD))
+            make(where, 10 * x, quantize.Given(torch.tensor(16.0), None), FORWARD)
+        assert torch.equal(made[0].inverse, torch.full((1,), 1 / 16)) and torch.equal(made[0].inverse, made[1].inverse)
+        same, kept = made[0].rows.float() == made[1].rows.float(), keeps_its_exponent(16 * x, made[1].rows)
+        assert bool((same | ~kept | x.isnan()).all()) and [one.item() for one in told] == [largest] * 2
+
+
 @pytest.mark.parametrize("strange", [0.0, torch.inf, torch.nan, 1e-45])
 def test_strange_numbers(domain: Any, strange: float) -> None:
     """An inverse that is no number makes every product so."""

@@ -17,8 +17,12 @@ WORDS = (
 OTHERS = {
     "amax_ptr": "*fp32",
     "inverse_ptr": "*fp32",
+    "largest_ptr": "*fp32",
     "by_rows_ptr": "*fp8e4nv",
     "by_columns_ptr": "*fp8e4nv",
+    "row_scales_ptr": "*fp32",
+    "column_scales_ptr": "*fp32",
+    "scales_ptr": "*fp32",
     "rows_ptr": "*i64",
     "cos_ptr": "*fp32",
     "sin_ptr": "*fp32",

@@ -31,6 +31,18 @@ def test_it_compiles_and_no_order_depends_on_timing(
 
 
 TILE = dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, divisible=("m", "k"))
+BLOCKS = dict(MOST=448.0, ROWS=True, COLUMNS=True, BLOCK=128, num_warps=16)
+BLOCKS["divisible"] = (
+    "x_ptr",
+    "by_rows_ptr",
+    "by_columns_ptr",
+    "row_scales_ptr",
+    "column_scales_ptr",
+    "m",
+    "k",
+    "stride",
+)
+CONVERTS = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
 
 
 @pytest.mark.parametrize(
@@ -38,8 +50,15 @@ TILE = dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, divisible=("m", "k"))
     [
         (
             "quantize_kernel",
-            dict(MOST=448.0, PADDED=256, ROWS=True, COLUMNS=True, **TILE),
-            r"cvt\.rn\.satfinite\.e4m3x2\.f32",
+            dict(MOST=448.0, PADDED=256, GIVEN=True, ROWS=True, COLUMNS=True, **TILE),
+            CONVERTS,
+        ),
+        ("quantize_pieces_kernel", {**BLOCKS, "PACKED": True}, CONVERTS),
+        ("quantize_pieces_kernel", {**BLOCKS, "PACKED": False}, CONVERTS),
+        (
+            "quantize_squares_kernel",
+            {**BLOCKS, "divisible": ("x_ptr", "by_rows_ptr", "by_columns_ptr", "m", "k")},
+            CONVERTS,
         ),
         ("amax_kernel", dict(BLOCK=16384, num_warps=16, divisible=("x_ptr", "size")), r"ld\.global\.v4"),
         ("transpose_kernel", TILE, r"st\.global"),

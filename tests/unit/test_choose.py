@@ -21,7 +21,7 @@ from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
 from overlap_train.select.choose import alone, fastest, halves_rows
 from overlap_train.select.cost import Estimate, Reach
-from overlap_train.select.method import NAMES, Method, Pass
+from overlap_train.select.method import NAMES, Method, Pass, serving
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.tools.measure.cases import Case
@@ -57,6 +57,15 @@ def test_defaults_on_hopper() -> None:
             assert auto(replace(pass_, m=256, n=8 * pass_.n, k=8 * pass_.k), system) in ("collective", "low_latency")
         assert auto(PROJ, system) == "direct", "a storing kernel without copies"
         assert auto(replace(FC2, m=1024), system) == "direct", "one launch"
+
+
+def test_scales_of_blocks_are_the_librarys() -> None:
+    """What was measured with one scale a tensor says nothing."""
+    for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad, PROJ):
+        one_scale, blocks = replace(pass_, fp8=True), replace(pass_, fp8=True, blockwise=True)
+        assert serving(NAMES, blocks) == [name for name in serving(NAMES, one_scale) if not Method(name).multiplies]
+        choice = choose("auto", blocks, H200, table_of(Winner(one_scale, Method("fused"), {})))
+        assert choice.method == "chunked" and "scales of blocks" in choice.reason
 
 
 def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:

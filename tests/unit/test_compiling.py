@@ -25,7 +25,6 @@ pytest.importorskip("triton")
 
 from triton.runtime._async_compile import active_mode
 
-from overlap_train import fp8
 from overlap_train.config import OverlapConfig
 from overlap_train.gpu import compiling as under_test
 from overlap_train.gpu.launch import LaunchCache
@@ -34,7 +33,7 @@ from overlap_train.group.signals import FaultRecord
 from overlap_train.group.slots import Layout
 from overlap_train.group.waits import BoundedWaits
 from overlap_train.group.workspace import Workspace
-from overlap_train.linear import column_backward, column_forward, row_backward, row_forward
+from overlap_train.linear import column_backward, column_forward, in_fp8, row_backward, row_forward
 from overlap_train.ops.gemm_ar import all_reduced
 from overlap_train.ops.plan import Plan, make_plan
 from overlap_train.ops.plan_cache import PlanCache
@@ -82,7 +81,7 @@ def _run(op: PlannedOp, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | N
     """Forward and backward, as the autograd functions make them."""
     dw: Any = SimpleNamespace(add=lambda dy, x: None, is_delayed=False)
     spec, domain = op.plan.spec, op.domain
-    if op.plan.amax is not None:
+    if (fp8 := in_fp8(op)) is not None:
         column = spec == ALL_GATHER_LINEAR
         forward, backward = (fp8.column_forward, fp8.column_backward) if column else (fp8.row_forward, fp8.row_backward)
         y, saved = forward(op, x, w, bias, True, True)
@@ -197,13 +196,24 @@ def test_what_was_compiled_ahead_is_what_calls_launch(
     assert ahead and launches and not compiled
 
 
-@pytest.mark.parametrize("method", ["fused", "direct"])
+@pytest.mark.parametrize(
+    ("method", "gathered_input", "fp8", "least"),
+    [
+        ("fused", "regather", "tensorwise", 6),
+        ("direct", "regather", "tensorwise", 6),
+        ("chunked", "regather", "blockwise", 5),
+        ("chunked", "keep", "blockwise", 5),
+    ],
+)
 @pytest.mark.parametrize("spec", LINEARS[:2], ids=lambda spec: spec.name)
-def test_what_calls_in_fp8_launch_is_what_kernels_take(compiling: ProcessPoolExecutor, spec: Any, method: str) -> None:
-    """The products are compiled ahead; not the kernels for largest elements, quantisers and transposes."""
-    told = (spec, method, "regather", True, "tensorwise")
+def test_what_calls_in_fp8_launch_is_what_kernels_take(
+    compiling: ProcessPoolExecutor, spec: Any, method: str, gathered_input: str, fp8: str, least: int
+) -> None:
+    """Our products are compiled ahead; not the kernels for largest elements, quantisers and transposes."""
+    told = (spec, method, gathered_input, True, fp8)
     ahead, launches, late = compiling.submit(_compiled, *told).result(timeout=120)
-    assert ahead and launches > len(late) >= 5 and not any("hopper" in name for name in late)
+    assert (ahead > 0) == (method != "chunked")
+    assert launches > len(late) >= least and not any("hopper" in name for name in late)
 
 
 @pytest.mark.usefixtures("hopper_gpu")

@@ -31,7 +31,7 @@ WON = Winner(FC1, WHOLE, {FUSED: 1.0, WHOLE: 0.9, COLLECTIVE: 2.0})
 def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = save(str(tmp_path), KEY, [WON])
     other = Winner(FC2, Method("chunked", chunks=4), {Method("chunked", chunks=4): 0.5})
-    in_fp8 = Winner(replace(FC1, fp8=True), FUSED, {FUSED: 0.6})
+    in_fp8 = Winner(replace(FC1, fp8=True, blockwise=True), FUSED, {FUSED: 0.6})
     assert save(str(tmp_path), KEY, [other, in_fp8]) == path, "added to what is there"
     others = {FC2.bucket: other, in_fp8.measured.bucket: in_fp8}
     assert read(str(tmp_path), KEY) == {FC1.bucket: WON, **others} and len(others) == 2

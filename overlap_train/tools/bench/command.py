@@ -45,7 +45,7 @@ class Bench:
     quick: bool = option(False, "fewer and shorter rounds")
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
-    fp8 = False
+    fp8 = "off"
     file = "operators"  # NAME.json and NAME.md
 
     def contests(self, session: Session) -> Contests:
@@ -59,13 +59,14 @@ class Operators(Bench):
 
     shapes: tuple[str, ...] = option(TABLES_1_2, "products of their MLPs", choices=tuple(MODELS), metavar="MODEL,...")
     rows: tuple[int, ...] = option((8192,), "of all ranks", parse=positive_int, metavar="M", spaced=True)
-    fp8: bool = option(False, "operands with one byte an element, against cuBLASLt and NCCL on the same bytes")
+    fp8: str = option(
+        "off", "operands with one byte an element, against cuBLASLt and NCCL on the same bytes",
+        choices=("off", "tensorwise", "blockwise"),
+    )  # fmt: skip
     all_reduce: bool = option(False, "instead, those without sequence parallelism (GEMM+AR); any number of rows")
 
     def __post_init__(self) -> None:
-        if self.fp8 and any(m % 16 for m in self.rows):
-            raise ValueError(f"--rows {' '.join(map(str, self.rows))} with --fp8: it takes multiples of 16 only")
-        if self.fp8 and self.all_reduce:
+        if self.fp8 != "off" and self.all_reduce:
             raise ValueError("--fp8 with --all-reduce: GEMM + AR has no form in fp8; leave one of them out")
 
     def contests(self, session: Session) -> Contests:

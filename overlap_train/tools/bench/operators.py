@@ -25,7 +25,7 @@ from ...nodes.plan import sms_of_network
 from ...ops.gemm_ar import all_reduced
 from ...ops.plan_cache import cache_of, op_of
 from ...ops.product import product
-from ...ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
+from ...ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE, misfit_in_fp8
 from ...select.choose import choose
 from ...select.cost import reach_of
 from ...select.method import serving
@@ -115,16 +115,21 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
             "network_sms": sms_of_network(domain.config, domain.device),
         }
     for case in cases:
+        planned = case.planned(world.size, session.dtype, session.fp8)
+        misfit = misfit_in_fp8(session.fp8, case.m, (planned.n, planned.k), world.size)
+        if planned.fp8 and misfit is not None:
+            note(f"{case.name}: fp8 with {misfit}", session, failure=False)
+            continue
         inputs, problem = world.result_of(partial(inputs_of, case, session))  # memory runs out on all ranks
         if inputs is None or problem is not None:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
         baselines = baselines_of(case, world, inputs.first)
-        if session.fp8 or not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
+        if session.fp8 != "off" or not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
             baselines.pop("async_tp", None)
         head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
         head |= {"dtype": str(session.dtype).removeprefix("torch."), **between}
-        head |= {"fp8": True} if inputs.first.left.itemsize == 1 else {}
+        head |= {} if session.fp8 == "off" else {"fp8": session.fp8}
         columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
         yield Contest(case.name, head, flops, inputs, ours(case, inputs.first, domain, session), baselines, columns)
         del inputs, baselines  # before the next come

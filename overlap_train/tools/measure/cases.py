@@ -72,12 +72,12 @@ class Case:
         part = (OverlapConfig().exchange_mib << 20) // SLOTS
         return min(received // world, part) if self.kind.exchanges else received
 
-    def planned(self, world: int, dtype: torch.dtype, fp8: bool = False) -> Pass:
-        """What one rank multiplies, as the choice of a method sees it. dtype: of the result."""
+    def planned(self, world: int, dtype: torch.dtype, fp8: str = "off") -> Pass:
+        """What one rank multiplies, as the choice of a method sees it. dtype: of the result; fp8: as in OverlapConfig."""
         kind = OPERATORS[self.op]
         n = self.n // world if kind.gathers else self.n
         k = self.k // world if kind.reduces else self.k
-        fprop = Pass(kind, self.m, n, k, dtype, world, fp8)
+        fprop = Pass(kind, self.m, n, k, dtype, world, fp8 != "off", fp8 == "blockwise")
         return fprop.dgrad if self.pass_ == "dgrad" else fprop
 
 

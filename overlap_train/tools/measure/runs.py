@@ -29,9 +29,10 @@ from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
 from ...group.registry import domain_of
 from ...group.signals import Tag
+from ...ops.blocks import new_packed, squares, write_pieces
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
-from ...ops.product import Fp8Matrix, Right
+from ...ops.product import BlockMatrix, Fp8Matrix, Right
 from ...ops.quantize import FORWARD, quantized_by_torch
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
@@ -49,7 +50,7 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 @dataclass(frozen=True)
 class Session:
     """What every measurement of a run needs. methods: of OverlapConfig.method; dtype: of all inputs, or of results in fp8; quick:
-    fewer and shorter rounds."""
+    fewer and shorter rounds; fp8: as in OverlapConfig."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class Session:
     config: OverlapConfig
     world: World
     results: Results
-    fp8: bool = False
+    fp8: str = "off"
 
     def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
@@ -84,9 +85,17 @@ class Operands:
     whole: torch.Tensor
 
 
-def in_fp8(o: Operands, case: Case) -> Operands:
-    """The same in fp8, by scales for numbers up to 8; summed as in training. What a reduce-scatter is timed on stays as it is."""
+def in_fp8(o: Operands, case: Case, session: Session) -> Operands:
+    """The same in fp8, as blocks or by scales for numbers up to 8; summed as in training. What a reduce-scatter is timed on stays
+    as it is. Collective."""
     assert isinstance(o.right, torch.Tensor)
+    if session.fp8 == "blockwise":
+        domain, packed = domain_of(session.world.group, session.config, session.world.device), new_packed(o.left)
+        write_pieces(domain, o.left, packed, None)
+        w8 = squares(domain, o.right.t(), True, False)
+        assert w8.rows is not None
+        matrix_of_blocks = BlockMatrix(w8.rows, w8.inverse, o.left.dtype)
+        return Operands(packed, matrix_of_blocks, session.world.gather(packed) if case.kind.gathers else o.whole)
     most = torch.full((1,), 8.0, device=o.left.device)
     left, whole, right = (
         quantized_by_torch(matrix.contiguous(), most, FORWARD) for matrix in (o.left, o.whole, o.right.t())
@@ -118,7 +127,7 @@ def make_operands(case: Case, session: Session, seed: int) -> Operands:
     else:
         left = own(m // ranks, len(right))
         made = Operands(left, right, world.gather(left))
-    return in_fp8(made, case) if session.fp8 else made
+    return made if session.fp8 == "off" else in_fp8(made, case, session)
 
 
 def side_by_side(ranks: int, blocks: torch.Tensor) -> torch.Tensor:
@@ -155,13 +164,15 @@ def inputs_of(case: Case, session: Session) -> Inputs:
         ranks, rank = (session.world.size, session.world.rank) if case.kind.splits_columns else (1, 0)
         right = first.right if ranks == 1 else first.right.chunk(ranks, dim=1)[rank]  # type: ignore[union-attr]
         expected = _expected(first.whole, right)
-    roundings = ROUNDINGS_IN_FP8 if session.fp8 else ROUNDINGS
+    roundings = ROUNDINGS if session.fp8 == "off" else ROUNDINGS_IN_FP8
     return Inputs(sets, decoy, partial(check, expected=expected, roundings=roundings))
 
 
 def _expected(left: torch.Tensor, right: Right) -> torch.Tensor:
     """left @ right by another way than that of what is checked; of numbers in fp8 in fp32."""
-    if not isinstance(right, Fp8Matrix):
+    if isinstance(right, BlockMatrix):
+        return right.in_fp32(left).to(right.dtype)
+    if isinstance(right, torch.Tensor):
         return left @ right
     return (left.float() @ right.b_nk.t().float() * (right.a_inverse * right.b_inverse)).to(right.dtype)
 
@@ -185,14 +196,15 @@ def problem_of(name: str, run: Run, inputs: Inputs, world: World, check: Check |
 
 def plan_of(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> EnginePlan:
     """How the case runs by a choice; like: one of its input sets."""
-    right = like.right.b_nk if isinstance(like.right, Fp8Matrix) else like.right
+    right = like.right if isinstance(like.right, torch.Tensor) else like.right.b_nk
     weight, planned = right if right.is_contiguous() else right.t(), planned_like(case, domain, like)
     planner = planner_of(domain.topology, domain.config)
     return planner.plan(choice, planned, domain.device, weight)
 
 
 def planned_like(case: Case, domain: OverlapDomain, like: Operands) -> Pass:
-    return case.planned(domain.world_size, like.right.dtype, isinstance(like.right, Fp8Matrix))
+    fp8 = {torch.Tensor: "off", Fp8Matrix: "tensorwise", BlockMatrix: "blockwise"}[type(like.right)]
+    return case.planned(domain.world_size, like.right.dtype, fp8)
 
 
 def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands) -> Run:

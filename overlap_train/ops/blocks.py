@@ -1,0 +1,150 @@
+"""Matrices as e4m3 with a scale for each block, a power of two, which CPUs and GPUs find alike, to the bit; and packed rows, in
+which such scales travel with their numbers.
+
+    scale = 2 ** floor(log2(448 / largest element of the block))       1, where that is 0 or infinite
+
+Blocks are squares of 128 x 128 in weights, else pieces of 128 elements along the contraction: of a matrix by rows 1 x 128, by
+columns 128 x 1. These are two roundings of one matrix.
+
+A packed row is K numbers, then K/32 bytes of inverse scales in fp32, then what fills it up to 16 bytes. By rows these scales are
+the row's own. By columns 128 rows have K scales together, one of each column; the first row those of the first K/128 columns. So
+both have one shape, and one copy under one signal moves numbers and scales.
+
+Source: TransformerEngine's Float8BlockQuantizer with its defaults, whose formula this is. NaN is no largest element, and infinity
+becomes 448, with the scale 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..gpu.launch import Launch
+from ..group.domain import OverlapDomain
+from .quantize import FORWARD, Quantized, transposed, turned_scales
+
+BLOCK = 128
+_MOST = 448.0
+_WARPS = 16  # of a kernel whose program has 128 x 128 numbers in registers
+_PIECES = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_scales_ptr")
+_SQUARES = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr")
+
+
+class Columns(NamedTuple):
+    """x [M, K] by columns, as an operand of a weight gradient: numbers e4m3 [K, M], inverse fp32 [M/128, K]."""
+
+    numbers: torch.Tensor
+    inverse: torch.Tensor
+
+
+def row_bytes(features: int) -> int:
+    """Of a packed row."""
+    return -(-features * 33 // 512) * 16
+
+
+def new_packed(x: torch.Tensor, twice: bool = False) -> torch.Tensor:
+    """Room for packed rows of x [M, K]; twice: and for packed columns behind them, in the same rows."""
+    return x.new_empty(len(x), row_bytes(x.shape[1]) * (1 + twice), dtype=FORWARD)
+
+
+def new_columns(x: torch.Tensor) -> Columns:
+    """Room for x [M, K] by columns."""
+    return Columns(
+        x.new_empty(x.shape[::-1], dtype=FORWARD), x.new_empty(len(x) // BLOCK, x.shape[1], dtype=torch.float32)
+    )
+
+
+def tails(packed: torch.Tensor, features: int) -> torch.Tensor:
+    """The inverse scales of packed rows: [M, K/128], rows apart."""
+    return packed[:, features : features + features // 32].view(torch.float32)
+
+
+def columns_of(domain: OverlapDomain, packed: torch.Tensor, features: int) -> Columns:
+    """Packed columns of all ranks [M, *], as products want them."""
+    inverse = tails(packed, features).contiguous().view(-1, features)
+    return Columns(transposed(domain, packed[:, :features]), inverse)
+
+
+def write_pieces(
+    domain: OverlapDomain, x: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | Columns | None
+) -> None:
+    """Fill packed rows, and columns or packed columns, with x [M, K] in pieces. None: not asked for."""
+    if not domain.on_gpu:
+        _write_by_torch(x, rows, columns)
+        return
+    x, k = x.contiguous(), x.shape[1]
+    outputs = [
+        (one, tails(one, k)) if isinstance(one, torch.Tensor) else one for one in (rows, columns) if one is not None
+    ]
+    tensors = dict(zip(_PIECES, (x, *outputs[0], *outputs[-1]), strict=True))
+    is_packed = isinstance(columns, torch.Tensor)
+    told = dict(ROWS=rows is not None, COLUMNS=columns is not None, PACKED=is_packed)
+    _run(domain, "quantize_pieces_kernel", tensors, outputs[0][0].stride(0), told)
+
+
+def squares(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
+    """w [N, K] in squares, by rows, by columns or both."""
+    n, k = w.shape
+    inverse = w.new_zeros(n // BLOCK, -(-k // (4 * BLOCK)) * 4, dtype=torch.float32)
+    if domain.on_gpu:
+        by_rows = w.new_empty(n, k, dtype=FORWARD) if rows else inverse
+        by_columns = w.new_empty(k, n, dtype=FORWARD) if columns else inverse
+        tensors = dict(zip(_SQUARES, (w.contiguous(), by_rows, by_columns, inverse), strict=True))
+        _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), dict(ROWS=rows, COLUMNS=columns))
+    else:
+        by_rows, of_squares = _by_torch(w, BLOCK)
+        inverse[:, : k // BLOCK] = of_squares
+        by_columns = by_rows.t().contiguous() if columns else by_rows
+    turned = turned_scales(inverse, n, k) if columns else None
+    return Quantized(by_rows if rows else None, by_columns if columns else None, inverse, turned)
+
+
+def times(numbers: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """numbers [M, K] by inverse scales [M, K/128], in fp32."""
+    return numbers.float() * inverse.repeat_interleave(BLOCK, 1)
+
+
+def _by_torch(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers [M, K], inverse scales [M/height, K/128]) of blocks of height x 128."""
+    x, (m, k) = x.float(), x.shape
+    amax = x.abs().nan_to_num(0.0, torch.inf).view(m // height, height, k // BLOCK, BLOCK).amax((1, 3))
+    scale = torch.full_like(amax, _MOST).div(amax).clamp(max=torch.finfo(torch.float32).max)
+    scale = (scale.view(torch.int32) & -8388608).view(torch.float32)  # its exponent alone
+    scale = torch.where((amax == 0) | amax.isinf(), 1.0, scale)
+    return times(x, scale.repeat_interleave(height, 0)).clamp(-_MOST, _MOST).to(FORWARD), 1 / scale
+
+
+def _write_by_torch(x: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | Columns | None) -> None:
+    (m, k), by_columns = x.shape, None if columns is None else _by_torch(x.t().contiguous(), 1)
+    if rows is not None:
+        numbers, inverse = _by_torch(x.contiguous(), 1)
+        rows[:, :k].copy_(numbers)
+        tails(rows, k).copy_(inverse)
+    if by_columns is None or columns is None:
+        return
+    numbers, inverse = by_columns[0], by_columns[1].t()
+    if isinstance(columns, torch.Tensor):
+        columns[:, :k].copy_(numbers.t())
+        tails(columns, k).copy_(inverse.reshape(m, k // BLOCK))
+    else:
+        columns.numbers.copy_(numbers)
+        columns.inverse.copy_(inverse)
+
+
+def _run(
+    domain: OverlapDomain, kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool]
+) -> None:
+    """Launch a kernel of kernels/quantize.py that has a program for each square of tensors["x_ptr"]."""
+    x, values = tensors["x_ptr"], tuple(tensor.data_ptr() for tensor in tensors.values())
+    key = (kernel, x.shape, x.dtype, stride, *told.values(), values[0] % 16)
+    domain.launches.run(key, values, _launch, kernel, tensors, stride, told)
+
+
+def _launch(kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool]) -> Launch:
+    from ..kernels import quantize as kernels
+
+    m, k = tensors["x_ptr"].shape
+    constants = dict(MOST=_MOST, BLOCK=BLOCK, num_warps=_WARPS, **told)
+    arguments, replaced = dict(tensors, m=m, k=k, stride=stride), tuple((name,) for name in tensors)
+    return Launch(getattr(kernels, kernel), (m // BLOCK * (k // BLOCK),), arguments, constants, replaced)
