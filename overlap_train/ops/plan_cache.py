@@ -93,7 +93,7 @@ class PlanCache:
         key: of look_up. problem: see plan_of. Raises ValueError if they differ or one of them has a problem; on every rank, where
         it communicates. Else on those with the problem: the others find by their signals that these did not come.
         """
-        (x, w, bias), domain = operands, self.domain
+        (x, w, _), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
         error = problem or self._error(spec, operands, config, name)
         planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
