@@ -139,11 +139,9 @@ def _(
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _, x, w, *_, config, _, wanted, ctx.returned = inputs
-    ctx.length, is_saved = (
-        x.shape[0],
-        not config or "'fp8': 'off'" in config,
-    )  # in fp8 the ticket has what is saved of x
-    ctx.save_for_backward(x if wanted[1] and is_saved else None, w, output[1])
+    ctx.length = x.shape[0]
+    in_fp8 = bool(config) and "'fp8': 'off'" not in config  # where the ticket has what is saved of x
+    ctx.save_for_backward(x if wanted[1] and not in_fp8 else None, w, output[1])
 
 
 def _differentiate(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:

@@ -305,7 +305,7 @@ class _OverlappedTE:
             y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **settings)
             y = self.overlap.watched(y)
         else:
-            is_delayed = fp8.startswith("delayed")
+            is_delayed = fp8.startswith("delayed") and our_fp8(self.config) is not None
             x = normed(self, x)
             with scales_of(self, x) if is_delayed else nullcontext():
                 y = product(self, x, plain(self.weight) if in_fp8 else self.weight, added, settings)

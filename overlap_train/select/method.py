@@ -195,8 +195,8 @@ def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
     """Those of the given methods that serve a pass: all, but for low_latency where it does not, and our products by scales of
     blocks."""
     received = pass_.m * pass_.row_bytes
-    serves = refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None
-    left_out = {LOW_LATENCY} if not serves else set()
-    return [
-        method for method in methods if method not in left_out and not (pass_.blockwise and Method(method).multiplies)
-    ]
+    if pass_.blockwise:  # rows may carry both roundings, their scales, and what fills them up
+        received = max(received, pass_.m * pass_.row_features * 9 // 4)
+    left_out = set() if refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None else {LOW_LATENCY}
+    left_out |= {name for name in NAMES if pass_.blockwise and Method(name).multiplies}
+    return [method for method in methods if method not in left_out]

@@ -63,7 +63,8 @@ def test_scales_of_blocks_are_the_librarys() -> None:
     """What was measured with one scale a tensor says nothing."""
     for pass_ in (FC1, FC1.dgrad, FC2, FC2.dgrad, PROJ):
         one_scale, blocks = replace(pass_, fp8=True), replace(pass_, fp8=True, blockwise=True)
-        assert serving(NAMES, blocks) == [name for name in serving(NAMES, one_scale) if not Method(name).multiplies]
+        assert serving(NAMES, blocks) == ["chunked", "collective"]
+        assert serving(NAMES, replace(blocks, m=1024)) == ["low_latency", "chunked", "collective"]
         choice = choose("auto", blocks, H200, table_of(Winner(one_scale, Method("fused"), {})))
         assert choice.method == "chunked" and "scales of blocks" in choice.reason
 
