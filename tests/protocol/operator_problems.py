@@ -200,7 +200,7 @@ MOST_ROWS = 6 * TILE  # of one rank
 
 @cache
 def _routings(world: int, calls: int) -> list[list[Any]]:
-    """Of each call and rank: up to two experts a token, of two a rank. Rank 0 sends nothing in call 1, and gets nothing in call 2."""
+    """Of each call and rank: up to two experts a token, of two a rank. Rank 0 sends nothing in call 1, gets nothing in call 2."""
     generator = torch.Generator().manual_seed(15)
     found = []
     for call in range(calls):
