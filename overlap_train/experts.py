@@ -10,6 +10,7 @@ then source rank, then token (ops/routing.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -61,7 +62,7 @@ def expert_routing(
     with domain.exclusively(name):
         chosen = _chosen(experts, num_experts, domain.world_size, name)
     number = chosen.shape[1]
-    tag = Tag(f"{name}/routing", f"rows of {number} experts")
+    tag = _tag(name, number)
     with domain.operator(tag, slots=0, shown_as="experts/routing"), torch.no_grad():
         domain.collective_calls.enter(tag)
         counts = chosen.sum(0).view(1, number)
@@ -139,6 +140,12 @@ def linear_combine(
     op = expert_op(LINEAR_COMBINE, a, weights, None, routing, config, name, on_plan)
     z: torch.Tensor = _apply_combine(a, *weights, op, routing)
     return z
+
+
+@functools.cache
+def _tag(name: str, number: int) -> Tag:
+    """That of a routing of so many experts. It is kept: errors name what is still there."""
+    return Tag(f"{name}/routing", f"rows of {number} experts")
 
 
 def _each(w: Weights) -> Sequence[torch.Tensor]:

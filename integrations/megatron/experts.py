@@ -58,9 +58,10 @@ _RULES = (  # what a model's config must say: setting, value, why
 
 @dataclass
 class ExpertOverlap(LinearOverlap):
-    """The attribute `overlap` of an overlapped layer of experts. routing: of the forward pass that runs, unless that is
-    Megatron's."""
+    """The attribute `overlap` of an overlapped layer of experts. modules: of the experts. routing: of the forward pass that runs,
+    unless that is Megatron's."""
 
+    modules: tuple[Any, ...] = ()
     routing: Routing | None = None
 
     def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
@@ -91,9 +92,11 @@ class _OverlappedExperts:
         routing, overlap, experts = self.overlap.routing, self.overlap, self.experts
         if routing is None:
             return super().routed_experts_compute(hidden_states, probs)  # type: ignore[misc]
-        for module in experts.modules():  # data parallelism gathers parameters in them; nobody calls the linears
-            for hook in module._forward_pre_hooks.values():
+        for module in overlap.modules:  # nobody calls them
+            for hook in module._forward_pre_hooks.values():  # by which data parallelism gathers parameters
                 hook(module, None)
+            if attribute(module, "is_first_microbatch", False):  # as TransformerEngine's forward does
+                module.is_first_microbatch = False
         config, x = _config_of(self), hidden_states.reshape(-1, hidden_states.shape[-1])
         w1, w2 = (weights_of(experts, part) for part in ("linear_fc1", "linear_fc2"))
         y, p = dispatch_linear(
@@ -168,6 +171,8 @@ def why_not_experts(layer: Any) -> str | None:
     broken = broken_rule(layer.config, _RULES)
     if broken is not None:
         return broken
+    if type(layer) is not MoELayer:
+        return f"{type(layer).__name__} has no overlapped form"
     is_sequential = type(experts) is megatron_experts.SequentialMLP
     if not is_sequential and type(experts) is not megatron_experts.TEGroupedMLP:
         return f"{type(experts).__name__} has no overlapped form"
@@ -197,8 +202,8 @@ def _call_reason(layer: Any, x: torch.Tensor) -> str | None:
 
 
 @cache
-def _overlapped_form(kind: Any) -> type:
-    return derived(kind, _OverlappedExperts)
+def _overlapped_form() -> type:
+    return derived(MoELayer, _OverlappedExperts)
 
 
 def named_expert_layers(model: Model) -> Iterator[tuple[str, Any]]:
@@ -221,4 +226,7 @@ def overlapped_expert_layers(model: Model) -> list[Any]:
 
 
 def turn_experts(layer: Any, config: OverlapConfig, name: str) -> None:
-    layer.__class__, layer.overlap = _overlapped_form(type(layer)), ExpertOverlap(config, "experts", name)
+    layer.__class__, layer.overlap = (
+        _overlapped_form(),
+        ExpertOverlap(config, "experts", name, modules=tuple(layer.experts.modules())),
+    )

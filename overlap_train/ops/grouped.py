@@ -23,6 +23,8 @@ class GroupedProduct:
 
     def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
         """rows, in the order of their message, or all in placed order -> their places in out [R, features]."""
+        if not len(rows):
+            return
         if not self._is_grouped(rows):
             starts = places.starts if places.index is None else places.in_message
             self._by_expert(out, places.starts, rows, starts, places.counts)

@@ -29,17 +29,12 @@ _ROWS_AT_ONCE = 8  # rows of any dtype and number of features come to a multiple
 @dataclass(frozen=True)
 class Places:
     """Rows of one rank, or of all, in placed order: starts and counts by expert of this rank. index: the place of each row in the
-    order of its message, int64; None: they are all rows."""
+    order of its message, int64; None: they are all rows. ends: where the rows of each expert end there, int32 [E/W]."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     index: torch.Tensor | None
-    device: torch.device
-
-    @cached_property
-    def ends(self) -> torch.Tensor:
-        """Where the rows of each expert end, in the order of the message: int32 [E/W]."""
-        return torch.tensor([*accumulate(self.counts)], dtype=torch.int32, device=self.device)
+    ends: torch.Tensor
 
     @cached_property
     def in_message(self) -> tuple[int, ...]:
@@ -93,11 +88,13 @@ class Routing:
         self.largest = max(sum(part) for row in by_rank for part in row)  # rows of any message between two ranks
         self.total = sum(map(sum, counts))
         self._slot_rows: dict[int, torch.Tensor] = {}
+        # Now, and not within an operator, where the host must not wait for what it copies to a device.
+        self.places  # noqa: B018
 
     @cached_property
     def _pairs(self) -> torch.Tensor:
         """(expert, token) of each row in sent order: int64 [N, 2]."""
-        return torch.nonzero_static(self._chosen.t(), size=self.rows_sent)
+        return torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent)
 
     @cached_property
     def tokens(self) -> torch.Tensor:
@@ -123,8 +120,8 @@ class Routing:
     def sum_of_tokens(self, rows: torch.Tensor, capacity: int | None = None) -> torch.Tensor:
         """The sum of each token's rows [N, H], in sent order -> [T, H]: in order of expert, in fp32, rounded once. capacity: the
         rows lie as W blocks of so many, block d from rank d, one below the other."""
-        if not self.tokens_here:
-            return rows.new_empty(0, rows.shape[1])
+        if not self.rows_sent:
+            return rows.new_zeros(self.tokens_here, rows.shape[1])
         index = self._by_token if capacity is None else self.in_slot(capacity)
         # One kernel on GPUs, which sums in fp32; of what has 16 bits CPUs might not.
         bags = rows if rows.is_cuda else rows.float()
@@ -144,7 +141,14 @@ class Routing:
     def all_places(self) -> Places:
         """Of all rows that this rank's experts get."""
         counts = tuple(map(sum, zip(*self._to_own, strict=True)))
-        return Places(tuple(accumulate(counts[:-1], initial=0)), counts, None, self.device)
+        return Places(tuple(accumulate(counts[:-1], initial=0)), counts, None, self._ends[-1])
+
+    @cached_property
+    def _ends(self) -> torch.Tensor:
+        """Where the rows of each expert end, in messages from each rank and of all: int32 [W + 1, E/W]."""
+        totals = [sum(counts) for counts in zip(*self._to_own, strict=True)]
+        ends = [[*accumulate(counts)] for counts in (*self._to_own, totals)]
+        return torch.tensor(ends, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True)
 
     @cached_property
     def place_of_received(self) -> torch.Tensor:
@@ -160,8 +164,8 @@ class Routing:
         """Of the rows from each rank."""
         indices = self.place_of_received.split(self.received)
         return tuple(
-            Places(starts, tuple(counts), index, self.device)
-            for starts, counts, index in zip(self._starts, self._to_own, indices, strict=True)
+            Places(starts, tuple(counts), index, ends)
+            for starts, counts, index, ends in zip(self._starts, self._to_own, indices, self._ends[:-1], strict=True)
         )
 
     @cached_property
@@ -198,5 +202,5 @@ def _aligned(nbytes: int) -> int:
 def _shifted(shifts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """0, 1, 2, ... in runs of `counts`, each run shifted by its number: int64."""
     total = sum(counts)
-    both = torch.tensor([[*shifts], [*counts]], dtype=torch.int64).to(device, non_blocking=True)
+    both = torch.tensor([[*shifts], [*counts]], dtype=torch.int64, device="cpu").to(device, non_blocking=True)
     return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)

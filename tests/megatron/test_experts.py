@@ -201,6 +201,17 @@ def test_more_rows_than_slots_hold_are_a_collective_and_counted() -> None:
 
 
 @on_ranks
+def test_hooks_before_the_experts_linears_run() -> None:
+    """Data parallelism that gathers parameters late waits for them there."""
+    model, seen = mixtral(OURS), []
+    expert = model.decoder.layers[0].mlp.experts.local_experts[1]
+    for linear in (expert.linear_fc1, expert.linear_fc2):
+        linear.register_forward_pre_hook(lambda module, _: seen.append(module))
+    train(model, steps=1)
+    assert seen == [expert.linear_fc1, expert.linear_fc2] * 2
+
+
+@on_ranks
 def test_the_table_has_a_line_for_the_experts() -> None:
     model = mixtral(OURS)
     train(model, steps=1)
