@@ -108,6 +108,8 @@ def test_training_is_that_of_megatrons_exchange(name: str) -> None:
     calls = 4 * (2 if "recomputed" in name else 1)
     assert [row.method for row in rows] == ["chunked"] * 2 and {row.calls for row in rows} == {f"overlapped {calls}"}
     assert not [row for row in report(model).linears if "local_experts" in row.name]
+    into = {layer.mlp.overlap.plan.config.main_grad for layer in model.decoder.layers}
+    assert into == {"accumulate" if changes.get("gradient_accumulation_fusion") else "off"}
     assert counters(model)["overlap_train/experts/overlapped_calls"] == 2 * calls
 
 

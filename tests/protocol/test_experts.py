@@ -81,12 +81,12 @@ def test_every_run_gives_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def _grows(rank: int, world: int) -> list[tuple[str, str]]:
-    """Few tokens, more, then all to one rank; back in slots afterwards."""
+    """Few tokens, more on two of three ranks, all on one, and evenly again."""
     ran: list[tuple[str, str]] = []
     case = _case("auto", experts_room=1.5)
     w = torch.ones(2, 8, 8)
-    for tokens, popular in ((4, 0), (64, 0), (64, 2), (64, 0)):
-        evenly = torch.arange(tokens)[:, None] * 1 % (popular or 2 * world)
+    for tokens, popular in ((4, 0), (64, 4), (64, 2), (64, 0)):
+        evenly = torch.arange(tokens)[:, None] % (popular or 2 * world)
         routing = expert_routing(evenly, num_experts=2 * world, group=case.group, config=case.config)
         y, _ = dispatch_linear(
             torch.ones(tokens, 8), w, routing, config=case.config,
@@ -118,12 +118,14 @@ def _main_grads(rank: int, world: int) -> None:
     assert torch.equal(w[0].main_grad, torch.full((4, 3), 1 + rows)) and w[0].grad_added_to_main_grad
     assert torch.equal(w[1].main_grad, torch.ones(4, 3)) and w[1].grad_added_to_main_grad
     assert w[2].grad is not None and torch.equal(w[2].grad, torch.full_like(w[2], rows))
-    # Who asks for the gradient itself gets it, and main_grad stays.
-    y, _ = dispatch_linear(torch.ones(5, 3, dtype=torch.bfloat16), w, routing, config=case.config)
-    (dw,) = torch.autograd.grad(y.sum(), [w[0]])
-    assert torch.equal(dw, torch.full_like(w[0], 5 * world)) and torch.equal(
-        w[0].main_grad, torch.full((4, 3), 1 + rows)
-    )
+    # Who asks for the gradient itself gets it, and main_grad stays; who asks for one weight's gets no other's.
+    w[2].main_grad, w[2].grad_added_to_main_grad = torch.zeros(4, 3), False  # type: ignore[attr-defined]
+    for ask in (lambda y: torch.autograd.grad(y, [w[0]]), lambda y: torch.autograd.backward(y, inputs=[w[2]])):
+        y, _ = dispatch_linear(torch.ones(5, 3, dtype=torch.bfloat16), w, routing, config=case.config)
+        got = ask(y.sum())
+        assert got is None or torch.equal(got[0], torch.full_like(w[0], 5 * world))
+    assert torch.equal(w[0].main_grad, torch.full((4, 3), 1 + rows))
+    assert torch.equal(w[2].main_grad, torch.full((4, 3), 5.0 * world))  # type: ignore[attr-defined]
     shutdown()
 
 
@@ -148,7 +150,7 @@ def _frozen(rank: int, world: int) -> None:
         return {name: leaf.grad for name, leaf in leaves.items()}
 
     everything = run("x", "w1", "w2", "probs")
-    for trained in (["x"], ["w1"], ["w2"], ["probs"], ["w1", "probs"]):
+    for trained in (["x"], ["w1"], ["w2"], ["w2"], ["w2"], ["probs"], ["w1", "probs"]):
         found = run(*trained)
         for name, gradient in found.items():
             assert (gradient is not None) == (name in trained)
