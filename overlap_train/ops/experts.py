@@ -12,6 +12,7 @@ import torch
 
 from ..config import OverlapConfig, check_type
 from ..group.memory import Request, prepare
+from ..group.slots import SLOTS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources
 from ..select.method import Method, dtype_name
@@ -51,11 +52,13 @@ def expert_op(
     holds = domain.heap is not None and needed <= domain.layout.slot_bytes
     even = -(-routing.total // domain.world_size**2)
     room = slot_bytes_for(int(config.experts_room * even), domain.world_size, features, x.dtype)
+    most = ((config.symmetric_mib - 1) << 20) // SLOTS
     grows = not holds and needed <= room and _shares_memory(config, domain.topology)
     if methods is None or grows:
         what = f"{routing.experts} experts {[*shapes]}, {dtype_name(x.dtype)}"
         how = f"method {config.method}, experts_room={config.experts_room:g}"
-        request = Request(spec.name, what, room * grows, how=how)
+        # What does not fit at all is refused there.
+        request = Request(spec.name, what, min(room, max(most, needed)) * grows, how=how)
         with domain.exclusively(name):
             prepare(domain, request, problem, name, trains)
         plans = [

@@ -103,6 +103,37 @@ def test_slots_grow_as_far_as_even_routing_needs_and_more_rows_are_a_collective(
         assert ran[2][1] == OVERFLOW != ran[3][1]
 
 
+def _little_memory(rank: int, world: int) -> list[str]:
+    """Slots of 1 MiB hold what is needed, but not twice as much; then not even that."""
+    case, said = _case("auto", symmetric_mib=4), []
+    for tokens in (900, 3000):
+        try:
+            routing = expert_routing(
+                torch.ones(tokens, 2 * world, dtype=torch.bool), group=case.group, config=case.config
+            )
+            dispatch_linear(torch.ones(tokens, 64), torch.ones(2, 8, 64), routing, config=case.config)
+            said.append("runs")
+        except ValueError as error:
+            said.append(str(error))
+    shutdown()
+    return said
+
+
+def test_slots_are_as_large_as_memory_allows() -> None:
+    for first, second in values(run_ranks(2, _little_memory)):
+        assert first == "runs" and re.search("symmetric_mib=4 is too small: dispatch_linear with 4 experts", second)
+
+
+def _two_nodes(rank: int, world: int) -> str:
+    method = check_problem(_case("auto", node_ranks=1), NAMED["dropped"](world), seed=3)
+    shutdown()
+    return method
+
+
+def test_across_nodes_it_is_a_collective() -> None:
+    assert values(run_ranks(2, _two_nodes)) == ["collective"] * 2
+
+
 def _main_grads(rank: int, world: int) -> None:
     """Two micro-batches, of which expert 1 of each rank gets nothing."""
     case = _case(dtype=torch.bfloat16)
