@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from .grouped import GroupedProduct
-from .routing import Routing, capacity_of
+from .messages import Messages
+from .routing import Routing
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -78,28 +79,19 @@ class ChunkedDispatchGemm(DispatchGemm):
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, x: torch.Tensor,
         numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._domain, self._plan, self._routing = domain, plan, routing
-        features, rank, counts = x.shape[1], domain.rank, routing.received
-        capacity = capacity_of(domain.layout.slot_bytes, domain.world_size, features, x.dtype)
-        self._call = call = domain.workspace.open(torch.Size([capacity, features]), x.dtype, tag)
-        call.next_epoch()
+        self._rank, self._plan, self._routing = domain.rank, plan, routing
+        has_numbers, features = numbers is not None, x.shape[1]
+        self._messages = messages = Messages(domain, tag, routing.sent, routing.received, x, features, has_numbers)
         self.rows = x.new_empty(routing.rows_received, features)
+        tokens, of_ranks = routing.tokens.split(routing.sent), None
         if numbers is not None:
-            self.numbers = numbers.new_empty(routing.rows_received)
-        leaving = routing.messages(routing.sent, features, x.dtype, numbers is not None)
-        staging = x.new_empty(sum(message.elements for message in leaving))
-        tokens = routing.tokens.split(routing.sent)
-        of_rank = None if numbers is None else numbers.split(routing.sent)
-        for peer in (*call.peers, rank):
-            message = leaving[peer]
-            if message.rows:
-                torch.index_select(x, 0, tokens[peer], out=message.rows_in(staging))
-                if of_rank is not None:
-                    message.numbers_in(staging).copy_(of_rank[peer])
-            if peer != rank:
-                domain.engine.push(staging, [call.route(peer, message.begin, message.elements)])
-        self._own, self._staging = leaving[rank], staging
-        self._arriving = [routing.messages([count], features, x.dtype, numbers is not None)[0] for count in counts]
+            self.numbers, of_ranks = numbers.new_empty(routing.rows_received), numbers.split(routing.sent)
+        for peer in (*messages.call.peers, domain.rank):
+            rows, places = messages.leaving(peer)
+            torch.index_select(x, 0, tokens[peer], out=rows)
+            if of_ranks is not None:
+                places.copy_(of_ranks[peer])
+            messages.send(peer)
 
     def matmul(self, product: GroupedProduct) -> torch.Tensor:
         y = self.rows.new_empty(len(self.rows), product.features)
@@ -111,19 +103,15 @@ class ChunkedDispatchGemm(DispatchGemm):
 
     def _take(self, multiply: Callable[[int, torch.Tensor], None]) -> None:
         """Wait for one source after the other, multiply its rows and keep them."""
-        rank, call = self._domain.rank, self._call
-        for source in (rank, *self._plan.sources):
-            if source != rank:
-                call.wait(source)
-            message = self._own if source == rank else self._arriving[source]
-            memory = self._staging if source == rank else call.blocks[source].view(-1)
-            if not message.rows:
-                continue
-            rows, place = message.rows_in(memory), self._routing.places[source].index
+        for source in (self._rank, *self._plan.sources):
+            if source != self._rank:
+                self._messages.call.wait(source)
+            rows, numbers = self._messages.arriving(source)
             multiply(source, rows)
+            place = self._routing.places[source].index
             self.rows.index_copy_(0, place, rows)
             if self.numbers is not None:
-                self.numbers.index_copy_(0, place, message.numbers_in(memory))
+                self.numbers.index_copy_(0, place, numbers)
 
 
 METHODS: dict[str, Callable[..., DispatchGemm]] = {

@@ -17,10 +17,11 @@ from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources
 from ..select.method import Method, dtype_name
 from ..select.tiles import HOPPER_TILE, LIBRARY
+from .messages import slot_bytes
 from .plan import EnginePlan, Plan
 from .plan_cache import OnPlan, cache_of
 from .planned import Planned, PlannedOp
-from .routing import Routing, slot_bytes_for
+from .routing import Routing
 from .spec import DTYPES, OperatorSpec, autocast_error, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
@@ -48,10 +49,10 @@ def expert_op(
     if methods is not None and problem is not None:
         raise ValueError(problem)  # of a call that peers know, in which nobody asks
     features = shapes[-1 if spec.sends_input else 0] if problem is None else 1
-    needed = slot_bytes_for(routing.largest, domain.world_size, features, x.dtype)
+    needed = slot_bytes(routing.largest, domain.world_size, features, x.dtype)
     holds = domain.heap is not None and needed <= domain.layout.slot_bytes
     even = -(-routing.total // domain.world_size**2)
-    room = slot_bytes_for(int(config.experts_room * even), domain.world_size, features, x.dtype)
+    room = slot_bytes(int(config.experts_room * even), domain.world_size, features, x.dtype)
     most = ((config.symmetric_mib - 1) << 20) // SLOTS
     grows = not holds and needed <= room and _shares_memory(config, domain.topology)
     if methods is None or grows:

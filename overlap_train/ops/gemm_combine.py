@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from .grouped import GroupedProduct
-from .routing import Routing, capacity_of
+from .messages import Messages
+from .routing import Routing
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -66,35 +67,22 @@ class ChunkedGemmCombine(GemmCombine):
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
         product: GroupedProduct, numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._domain, self._plan, self._routing = domain, plan, routing
-        features, rank = product.features, domain.rank
-        self._capacity = capacity_of(domain.layout.slot_bytes, domain.world_size, features, a.dtype)
-        self._call = call = domain.workspace.open(torch.Size([self._capacity, features]), a.dtype, tag)
-        call.next_epoch()
-        self._has_numbers = numbers is not None
-        leaving = routing.messages(routing.received, features, a.dtype, self._has_numbers)
-        staging = a.new_empty(sum(message.elements for message in leaving))
-        self._arriving = [routing.messages([count], features, a.dtype, self._has_numbers)[0] for count in routing.sent]
-        for peer in (*call.peers, rank):
-            # The own ones lie where peers' come to, for one sum of all.
-            message = self._arriving[rank] if peer == rank else leaving[peer]
-            memory = call.own_block.view(-1) if peer == rank else staging
-            places = routing.places[peer]
-            product.out_of(a, places, message.rows_in(memory))
-            if numbers is not None and message.rows:
-                message.numbers_in(memory).copy_(numbers.index_select(0, places.index))
-            if peer != rank:
-                domain.engine.push(staging, [call.route(peer, message.begin, message.elements)])
+        self._routing, self._has_numbers = routing, numbers is not None
+        received, sent = routing.received, routing.sent
+        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, self._has_numbers)
+        for peer in (*messages.call.peers, domain.rank):
+            rows, of_rows = messages.leaving(peer)
+            product.out_of(a, routing.places[peer], rows)
+            if numbers is not None:
+                of_rows.copy_(numbers.index_select(0, routing.places[peer].index))
+            messages.send(peer)
 
     def finish(self) -> torch.Tensor:
-        call = self._call
-        call.wait_for_all()
+        messages = self._messages
+        messages.call.wait_for_all()
         if self._has_numbers:
-            parts = [
-                message.numbers_in(block.view(-1)) for message, block in zip(self._arriving, call.blocks, strict=True)
-            ]
-            self.numbers = torch.cat(parts)
-        return self._routing.sum_of_tokens(call.gathered, self._capacity)
+            self.numbers = torch.cat([messages.arriving(source)[1] for source in range(self._routing.world_size)])
+        return self._routing.sum_of_tokens(messages.call.gathered, messages.capacity)
 
 
 METHODS: dict[str, Callable[..., GemmCombine]] = {

@@ -3,7 +3,7 @@
 W ranks; E experts, rank r has those from r E/W on; T tokens of this rank. Of one call:
 
     sent order     this rank's N rows, by expert, then token: what goes to one rank lies together, and what comes back, too
-    message        the rows for one rank in sent order, then perhaps a number for each (fp32): one block of a slot
+    message        the rows for one rank, in sent order (messages.py)
     placed order   the R rows of all ranks for this rank's experts, by expert, then source rank, then token
 
 The matrix of counts, which every rank has, says all of it but which tokens these are.
@@ -22,9 +22,6 @@ import torch
 if TYPE_CHECKING:
     from ..group.domain import OverlapDomain
 
-_ALIGN = 16  # bytes: where rows and numbers of a message begin and end, as vector loads want them
-_ROWS_AT_ONCE = 8  # rows of any dtype and number of features come to a multiple of that
-
 
 @dataclass(frozen=True)
 class Places:
@@ -42,31 +39,11 @@ class Places:
         return tuple(accumulate(self.counts[:-1], initial=0))
 
 
-class Message:
-    """How the message from one rank to another lies in memory, in elements of its dtype. rows: how many. begin: of the first."""
-
-    def __init__(self, rows: int, features: int, dtype: torch.dtype, has_numbers: bool, begin: int = 0) -> None:
-        self.rows, self.features, self.begin = rows, features, begin
-        self._numbers = _aligned(rows * features * dtype.itemsize)
-        nbytes = self._numbers + _aligned(4 * rows * has_numbers)
-        self._numbers //= dtype.itemsize
-        self.elements = max(nbytes, _ALIGN) // dtype.itemsize  # no copy of nothing: its signal is a copy, too
-
-    def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The rows [rows, features] in `memory`, [elements]."""
-        return memory[self.begin : self.begin + self.rows * self.features].view(self.rows, self.features)
-
-    def numbers_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The numbers, fp32 [rows], in `memory`, [elements]."""
-        begin = self.begin + self._numbers
-        return memory[begin : self.begin + self.elements].view(torch.float32)[: self.rows]
-
-
 class Routing:
     """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
 
-    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, [W][E]. domain: of the group;
-    None in simulations.
+    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank, then expert. domain: of the group; None in
+    simulations.
     """
 
     domain: OverlapDomain
@@ -173,30 +150,6 @@ class Routing:
         """Where the rows of each expert from each rank start, in placed order: [W][E/W]."""
         by_expert = zip(self.all_places.starts, zip(*self._to_own, strict=True), strict=True)
         return tuple(zip(*(accumulate(counts[:-1], initial=start) for start, counts in by_expert), strict=True))
-
-    def messages(self, rows: Sequence[int], features: int, dtype: torch.dtype, has_numbers: bool) -> list[Message]:
-        """Messages of so many rows each, one after the other in memory."""
-        found, begin = [], 0
-        for count in rows:
-            found.append(Message(count, features, dtype, has_numbers, begin))
-            begin += found[-1].elements
-        return found
-
-
-def capacity_of(slot_bytes: int, world_size: int, features: int, dtype: torch.dtype) -> int:
-    """How many rows a block of a slot of so many bytes holds."""
-    return slot_bytes // world_size // (_ROWS_AT_ONCE * features * dtype.itemsize) * _ROWS_AT_ONCE
-
-
-def slot_bytes_for(rows: int, world_size: int, features: int, dtype: torch.dtype) -> int:
-    """Bytes of a slot each of whose blocks holds a message of so many rows, with a number for each."""
-    group = _ROWS_AT_ONCE * features * dtype.itemsize
-    nbytes = Message(rows, features, dtype, has_numbers=True).elements * dtype.itemsize
-    return world_size * -(-nbytes // group) * group
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _shifted(shifts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:

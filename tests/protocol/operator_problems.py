@@ -211,7 +211,7 @@ def _routings(world: int, calls: int) -> list[list[Any]]:
         chosen[0] &= call != 1
         counts = chosen.sum(1).tolist()
         found.append([core("ops.routing").Routing(chosen[rank], counts, rank) for rank in range(world)])
-        capacity = core("ops.routing").capacity_of(SLOT_BYTES, world, TILE, torch.float32)
+        capacity = SLOT_BYTES // world // (8 * 4 * TILE) * 8
         for routing in found[-1]:  # the host of a simulated GPU cannot wait for what it reads
             routing.places, routing.in_slot(capacity), routing.sum_of_tokens(torch.zeros(routing.rows_sent, 1))
     return found
