@@ -70,7 +70,7 @@ def expert_routing(
         work = collective.all_gather(of_ranks, counts, group)
         if work is not None:
             work.wait()
-        return Routing(chosen, of_ranks.tolist(), domain.rank, domain)
+        return Routing(chosen, of_ranks.cpu(), domain.rank, domain)
 
 
 def dispatch_linear(

@@ -134,7 +134,7 @@ def _between(
     experts: Any,
     y: torch.Tensor,
     p: torch.Tensor | None,
-    counts: tuple[int, ...],
+    counts: list[int],
     combine: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """What the experts' MLP makes of y, the rows behind its first linear, with `combine` in place of its second: Megatron's own

@@ -58,7 +58,7 @@ class CollectiveDispatchGemm(DispatchGemm):
     def _exchanged(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         routing = self._routing
         received = sent.new_empty(routing.rows_received, *sent.shape[1:])
-        dist.all_to_all_single(received, sent, [*routing.received], [*routing.sent], group=group)
+        dist.all_to_all_single(received, sent, routing.received, routing.sent, group=group)
         placed = torch.empty_like(received)
         placed[routing.place_of_received] = received
         return placed

@@ -53,7 +53,7 @@ class CollectiveGemmCombine(GemmCombine):
         routing = self._routing
         sent = placed.index_select(0, routing.place_of_received)
         received = placed.new_empty(routing.rows_sent, *placed.shape[1:])
-        dist.all_to_all_single(received, sent, [*routing.sent], [*routing.received], group=group)
+        dist.all_to_all_single(received, sent, routing.sent, routing.received, group=group)
         return received
 
     def finish(self) -> torch.Tensor:

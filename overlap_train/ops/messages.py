@@ -19,8 +19,8 @@ Message = tuple[torch.Tensor, torch.Tensor]  # rows [rows, features], numbers fp
 
 
 class Messages:
-    """Messages of `leaving` rows to each rank, and of `arriving` rows from each, in a slot that they take. like: a tensor of their
-    dtype and device. call: by which they are waited for. capacity: rows of a block."""
+    """Messages of `leaving` rows to each rank, and of `arriving` rows from each, in a slot that they take. like: a tensor of
+    their dtype and device. call: by which they are waited for. capacity: rows of a block."""
 
     def __init__(
         self, domain: OverlapDomain, tag: Tag, leaving: Sequence[int], arriving: Sequence[int], like: torch.Tensor,

@@ -11,7 +11,6 @@ The matrix of counts, which every rank has, says all of it but which tokens thes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -28,45 +27,52 @@ class Places:
     """Rows of one rank, or of all, in placed order: starts and counts by expert of this rank. index: the place of each row in the
     order of its message, int64; None: they are all rows. ends: where the rows of each expert end there, int32 [E/W]."""
 
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
+    starts: list[int]
+    counts: list[int]
     index: torch.Tensor | None
     ends: torch.Tensor
 
     @cached_property
-    def in_message(self) -> tuple[int, ...]:
+    def in_message(self) -> list[int]:
         """Where the rows of each expert start, in the order of the message."""
-        return tuple(accumulate(self.counts[:-1], initial=0))
+        return [*accumulate(self.counts[:-1], initial=0)]
 
 
 class Routing:
     """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
 
-    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank, then expert. domain: of the group; None in
-    simulations.
+    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int64 [W, E] of the host.
+    domain: of the group; None in simulations.
+
+    sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. places: of the
+    rows from each rank; all_places: of all rows for this rank's experts.
     """
 
     domain: OverlapDomain
 
     def __init__(
-        self, chosen: torch.Tensor, counts: Sequence[Sequence[int]], rank: int, domain: OverlapDomain | None = None
+        self, chosen: torch.Tensor, counts: torch.Tensor, rank: int, domain: OverlapDomain | None = None
     ) -> None:
         self._chosen, self.rank, self.world_size = chosen, rank, len(counts)
         self.tokens_here, self.experts = chosen.shape
         self.device = chosen.device
         if domain is not None:
             self.domain = domain
-        per_rank = self.experts // self.world_size
-        by_rank = [[row[first : first + per_rank] for first in range(0, self.experts, per_rank)] for row in counts]
-        self._to_own = [row[rank] for row in by_rank]  # [W][E/W]
-        self.sent = tuple(sum(part) for part in by_rank[rank])  # rows to each rank
-        self.received = tuple(map(sum, self._to_own))  # rows from each rank
+        by_rank = counts.view(self.world_size, self.world_size, -1)  # from, to, expert
+        here = by_rank[:, rank]
+        self.sent: list[int] = by_rank[rank].sum(1).tolist()
+        self.received: list[int] = here.sum(1).tolist()
         self.rows_sent, self.rows_received = sum(self.sent), sum(self.received)
-        self.largest = max(sum(part) for row in by_rank for part in row)  # rows of any message between two ranks
-        self.total = sum(map(sum, counts))
+        self.largest, self.total = int(by_rank.sum(2).max()), int(counts.sum())
+        starts = _before(here.t()).t()
+        self.place_of_received = _shifted(starts - _before(here), here, self.device)
+        # All that goes to a device goes now: within an operator the host must not wait for copies.
+        totals = here.sum(0)
+        ends = torch.cat((here, totals[None])).cumsum(1).int().to(self.device, non_blocking=True)
+        self.all_places = Places(starts[0].tolist(), totals.tolist(), None, ends[-1])
+        indices = self.place_of_received.split(self.received)
+        self.places = [*map(Places, starts.tolist(), here.tolist(), indices, ends)]
         self._slot_rows: dict[int, torch.Tensor] = {}
-        # Now, and not within an operator, where the host must not wait for what it copies to a device.
-        self.places  # noqa: B018
 
     @cached_property
     def _pairs(self) -> torch.Tensor:
@@ -108,52 +114,21 @@ class Routing:
     def in_slot(self, capacity: int) -> torch.Tensor:
         """As _by_token, of rows in W blocks of `capacity` rows."""
         if capacity not in self._slot_rows:
-            firsts = accumulate(self.sent[:-1], initial=0)
-            shifts = [peer * capacity - first for peer, first in enumerate(firsts)]
-            place = _shifted(shifts, self.sent, self.device)
+            sent = torch.tensor(self.sent, device="cpu")
+            shifts = torch.arange(0, self.world_size * capacity, capacity, device="cpu") - _before(sent)
+            place = _shifted(shifts, sent, self.device)
             self._slot_rows[capacity] = place[self._by_token]
         return self._slot_rows[capacity]
 
-    @cached_property
-    def all_places(self) -> Places:
-        """Of all rows that this rank's experts get."""
-        counts = tuple(map(sum, zip(*self._to_own, strict=True)))
-        return Places(tuple(accumulate(counts[:-1], initial=0)), counts, None, self._ends[-1])
 
-    @cached_property
-    def _ends(self) -> torch.Tensor:
-        """Where the rows of each expert end, in messages from each rank and of all: int32 [W + 1, E/W]."""
-        totals = [sum(counts) for counts in zip(*self._to_own, strict=True)]
-        ends = [[*accumulate(counts)] for counts in (*self._to_own, totals)]
-        return torch.tensor(ends, dtype=torch.int32, device="cpu").to(self.device, non_blocking=True)
-
-    @cached_property
-    def place_of_received(self) -> torch.Tensor:
-        """The place of each received row, rank after rank, each in the order of its message: int64 [R]."""
-        starts = [start for places in self._starts for start in places]
-        counts = [count for row in self._to_own for count in row]
-        firsts = accumulate(counts[:-1], initial=0)
-        shifts = [start - first for start, first in zip(starts, firsts, strict=True)]
-        return _shifted(shifts, counts, self.device)
-
-    @cached_property
-    def places(self) -> tuple[Places, ...]:
-        """Of the rows from each rank."""
-        indices = self.place_of_received.split(self.received)
-        return tuple(
-            Places(starts, tuple(counts), index, ends)
-            for starts, counts, index, ends in zip(self._starts, self._to_own, indices, self._ends[:-1], strict=True)
-        )
-
-    @cached_property
-    def _starts(self) -> tuple[tuple[int, ...], ...]:
-        """Where the rows of each expert from each rank start, in placed order: [W][E/W]."""
-        by_expert = zip(self.all_places.starts, zip(*self._to_own, strict=True), strict=True)
-        return tuple(zip(*(accumulate(counts[:-1], initial=start) for start, counts in by_expert), strict=True))
+def _before(counts: torch.Tensor) -> torch.Tensor:
+    """How many rows come before those of each, row by row of a matrix of counts."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view(counts.shape)
 
 
-def _shifted(shifts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+def _shifted(shifts: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """0, 1, 2, ... in runs of `counts`, each run shifted by its number: int64."""
-    total = sum(counts)
-    both = torch.tensor([[*shifts], [*counts]], dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+    total = int(counts.sum())
+    both = torch.stack((shifts.flatten(), counts.flatten())).to(device, non_blocking=True)
     return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)

@@ -209,11 +209,11 @@ def _routings(world: int, calls: int) -> list[list[Any]]:
         chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(2, scores.topk(2).indices, True)
         chosen &= torch.rand(chosen.shape, generator=generator) < 0.8
         chosen[0] &= call != 1
-        counts = chosen.sum(1).tolist()
+        counts = chosen.sum(1)
         found.append([core("ops.routing").Routing(chosen[rank], counts, rank) for rank in range(world)])
         capacity = SLOT_BYTES // world // (8 * 4 * TILE) * 8
         for routing in found[-1]:  # the host of a simulated GPU cannot wait for what it reads
-            routing.places, routing.in_slot(capacity), routing.sum_of_tokens(torch.zeros(routing.rows_sent, 1))
+            routing.in_slot(capacity), routing.sum_of_tokens(torch.zeros(routing.rows_sent, 1))
     return found
 
 
