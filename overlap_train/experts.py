@@ -54,11 +54,16 @@ def expert_routing(
     Raises:
         ValueError: E cannot be divided by W, or experts is neither of the two.
         OverlapTimeoutError, OverlapMismatchError: a rank did not come, or is in another call.
+        RuntimeError: a CUDA graph is being captured.
     """
     if torch.compiler.is_dynamo_compiling():
         return run_eagerly(expert_routing, experts, num_experts=num_experts, group=group, config=config, name=name)  # type: ignore[no-any-return]
     domain = domain_of(group, config, experts.device)
     cache_of(domain, name)
+    if domain.is_capturing():
+        raise RuntimeError(
+            f"{name}: a CUDA graph is being captured, and the host has to wait for how many rows there are; leave experts out"
+        )
     with domain.exclusively(name):
         chosen = _chosen(experts, num_experts, domain.world_size, name)
     number = chosen.shape[1]

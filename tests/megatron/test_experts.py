@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe import moe_utils
 
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import gpt_block_spec, provide_accumulation_fusion, report
@@ -47,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def mixtral(overlap: OverlapConfig | None, **changes: Any) -> GPTModel:
     """The same weights at every call."""
     provide_accumulation_fusion()
+    vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16 looks for, also without TransformerEngine
     settings = {**MIXTRAL, **changes}
     layout.use(settings.get("tensor_model_parallel_size", 2), expert_parallel=settings["expert_model_parallel_size"])
     config = model_config(**settings)
