@@ -68,6 +68,12 @@ class ExpertOverlap(LinearOverlap):
         super().note_plan(plan, trial)
         self.count(OVERFLOW if plan.fprop.reason == OVERFLOW else None)
 
+    def config_of_call(self, experts: Any) -> OverlapConfig:
+        """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion."""
+        linear = (experts if _is_grouped(experts) else experts.local_experts[0]).linear_fc1
+        fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
+        return self._configs[bool(fused), "off"]
+
 
 class _OverlappedExperts:
     """x [s, b, K] -> y [s, b, K] of this rank's tokens, in Megatron's steps; its own where `overlap.routing` is None."""
@@ -78,9 +84,8 @@ class _OverlappedExperts:
         if reason is not None:
             overlap.count(reason)
             return super().preprocess(hidden_states, probs, routing_map)  # type: ignore[misc]
-        overlap.routing = expert_routing(
-            routing_map, group=self.ep_group, config=_config_of(self), name=f"{overlap.name}.routing"
-        )
+        config = overlap.config_of_call(self.experts)
+        overlap.routing = expert_routing(routing_map, group=self.ep_group, config=config, name=overlap.name)
         return hidden_states, probs
 
     def dispatch(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
@@ -97,7 +102,7 @@ class _OverlappedExperts:
                 hook(module, None)
             if attribute(module, "is_first_microbatch", False):  # as TransformerEngine's forward does
                 module.is_first_microbatch = False
-        config, x = _config_of(self), hidden_states.reshape(-1, hidden_states.shape[-1])
+        config, x = overlap.config_of_call(experts), hidden_states.reshape(-1, hidden_states.shape[-1])
         w1, w2 = (weights_of(experts, part) for part in ("linear_fc1", "linear_fc2"))
         y, p = dispatch_linear(
             x, w1, routing, probs, config=config, name=f"{overlap.name}.linear_fc1", on_plan=overlap.note_plan
@@ -131,15 +136,11 @@ class _InPlace(torch.nn.Module):
 
 
 def _between(
-    experts: Any,
-    y: torch.Tensor,
-    p: torch.Tensor | None,
-    counts: list[int],
-    combine: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    experts: Any, y: torch.Tensor, p: torch.Tensor | None, counts: list[int], combine: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
     """What the experts' MLP makes of y, the rows behind its first linear, with `combine` in place of its second: Megatron's own
     forward, of a copy of the module, so that each of its activations does as it does there."""
-    grouped = isinstance(experts, megatron_experts.TEGroupedMLP)
+    grouped = _is_grouped(experts)
     mlp = copy.copy(experts if grouped else experts.local_experts[0])
     vars(mlp).update(linear_fc1=_InPlace(lambda rows: rows), linear_fc2=_InPlace(combine))
     z: torch.Tensor = mlp.forward(y, torch.tensor(counts), p)[0] if grouped else mlp.forward(y, p)[0]
@@ -148,19 +149,14 @@ def _between(
 
 def weights_of(experts: Any, part: str) -> list[torch.Tensor]:
     """The weights of a linear ("linear_fc1") of this rank's experts, one by one."""
-    if isinstance(experts, megatron_experts.TEGroupedMLP):
+    if _is_grouped(experts):
         linear = getattr(experts, part)
         return [getattr(linear, f"weight{number}") for number in range(experts.num_local_experts)]
     return [getattr(expert, part).weight for expert in experts.local_experts]
 
 
-def _config_of(layer: Any) -> OverlapConfig:
-    """Of one call. Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion."""
-    experts = layer.experts
-    linear = (experts if isinstance(experts, megatron_experts.TEGroupedMLP) else experts.local_experts[0]).linear_fc1
-    fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
-    config: OverlapConfig = layer.overlap._configs[bool(fused), "off"]
-    return config
+def _is_grouped(experts: Any) -> bool:
+    return isinstance(experts, megatron_experts.TEGroupedMLP)
 
 
 def why_not_experts(layer: Any) -> str | None:
@@ -226,7 +222,5 @@ def overlapped_expert_layers(model: Model) -> list[Any]:
 
 
 def turn_experts(layer: Any, config: OverlapConfig, name: str) -> None:
-    layer.__class__, layer.overlap = (
-        _overlapped_form(),
-        ExpertOverlap(config, "experts", name, modules=tuple(layer.experts.modules())),
-    )
+    layer.__class__ = _overlapped_form()
+    layer.overlap = ExpertOverlap(config, "experts", name, modules=tuple(layer.experts.modules()))

@@ -35,10 +35,12 @@ def expert_op(
 
     Raises:
         ValueError: something is wrong with the arguments, or the ranks differ; on all ranks at a first call.
-        OverlapTimeoutError, RuntimeError: see ops/plan_cache.py: plan_of.
+        OverlapTimeoutError, RuntimeError: see ops/plan_cache.py: plan_of; or the routing was made before shutdown().
     """
     check_type(config)
     domain = routing.domain
+    if domain.closed:
+        raise RuntimeError(f"{name}: its routing was made before shutdown(); make another one")
     cache = cache_of(domain, name)
     config = config or cache.defaults
     problem = _error(spec, x, weights, probs, routing, name)
@@ -54,7 +56,8 @@ def expert_op(
     even = -(-routing.total // domain.world_size**2)
     room = slot_bytes(int(config.experts_room * even), domain.world_size, features, x.dtype)
     most = ((config.symmetric_mib - 1) << 20) // SLOTS
-    grows = not holds and needed <= room and _shares_memory(config, domain.topology)
+    shares_memory = domain.topology.nodes == 1 and config.method != "collective"
+    grows = not holds and needed <= room and shares_memory
     if methods is None or grows:
         what = f"{routing.experts} experts {[*shapes]}, {dtype_name(x.dtype)}"
         how = f"method {config.method}, experts_room={config.experts_room:g}"
@@ -72,18 +75,9 @@ def expert_op(
     return op
 
 
-def _shares_memory(config: OverlapConfig, topology: Topology) -> bool:
-    return topology.nodes == 1 and config.method != "collective"
-
-
 def make_expert_plan(
-    spec: OperatorSpec,
-    config: OverlapConfig,
-    topology: Topology,
-    dtype: torch.dtype,
-    request: Request,
-    overflows: bool = False,
-) -> Plan:
+    spec: OperatorSpec, config: OverlapConfig, topology: Topology, dtype: torch.dtype, request: Request, overflows: bool = False,
+) -> Plan:  # fmt: skip
     """The plan of `spec` for rows of a dtype. overflows: slots are too small for a call."""
     method, reason = "chunked", "experts run by no kernel of ours yet"
     if topology.nodes > 1:
@@ -114,13 +108,8 @@ def _trained(x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tens
 
 
 def _error(
-    spec: OperatorSpec,
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    probs: torch.Tensor | None,
-    routing: Routing,
-    name: str,
-) -> str | None:
+    spec: OperatorSpec, x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tensor | None, routing: Routing, name: str,
+) -> str | None:  # fmt: skip
     """What is wrong with the arguments of a call, or None."""
     here, of_x = routing.experts // routing.world_size, spec.x_name
     tensors = {of_x: x, "probs": probs, **{f"w[{number}]": weight for number, weight in enumerate(weights)}}

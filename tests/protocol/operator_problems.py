@@ -144,20 +144,20 @@ def to_rows(
 def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Before | None = None) -> Build:
     """Calls of dispatch(x [TILE, TILE] of each rank, a number for each row) @ the weights [TILE, TILE] of two experts a rank, and
     of the rows by themselves. Every call has another routing."""
-    routings, world = _routings(machine.world_size, calls), machine.world_size
+    of_calls, world = routings(machine.world_size, calls), machine.world_size
     x, w = integers(calls, world, TILE, TILE, seed=11), integers(world, 2, TILE, TILE, seed=12)
     numbers = [
-        [x[call, rank, :, 0][one.tokens] for rank, one in enumerate(of_call)] for call, of_call in enumerate(routings)
+        [x[call, rank, :, 0][one.tokens] for rank, one in enumerate(of_call)] for call, of_call in enumerate(of_calls)
     ]
     expected = torch.zeros(calls, world, MOST_ROWS, TILE)
-    for call, of_call in enumerate(routings):
+    for call, of_call in enumerate(of_calls):
         for rank in range(world):
             rows = [(e, s, t) for e in (0, 1) for s in range(world) for t in _tokens(of_call[s], 2 * rank + e)]
             for at, (e, s, t) in enumerate(rows):
                 expected[call, rank, at] = x[call, s, t] @ w[rank, e] + x[call, s, t, 0]
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        routing, given = routings[domain.call][domain.rank], numbers[domain.call][domain.rank]
+        routing, given = of_calls[domain.call][domain.rank], numbers[domain.call][domain.rank]
         product = core("ops.grouped").GroupedProduct(mine.unbind(0), transposed=False)
         gather = _expert_plan(domain, method, "DISPATCH_LINEAR").start(
             domain, planned_tag(domain, "dispatch"), routing, own, given
@@ -174,17 +174,17 @@ def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Bef
 def combines(method: str, machine: Simulation, calls: int = CALLS, before: Before | None = None) -> Build:
     """Calls of the sum of each token's rows of a [R, TILE] @ the weights [TILE, TILE] of two experts a rank, and of the numbers
     that come with the rows. Every call has another routing."""
-    routings, world = _routings(machine.world_size, calls), machine.world_size
+    of_calls, world = routings(machine.world_size, calls), machine.world_size
     a, w = integers(calls, world, MOST_ROWS, TILE, seed=13), integers(world, 2, TILE, TILE, seed=14)
     expected = torch.zeros(calls, world, TILE, TILE)
-    for call, of_call in enumerate(routings):
+    for call, of_call in enumerate(of_calls):
         for rank in range(world):
             rows = [(e, s, t) for e in (0, 1) for s in range(world) for t in _tokens(of_call[s], 2 * rank + e)]
             for at, (e, s, t) in enumerate(rows):
                 expected[call, s, t] += a[call, rank, at] @ w[rank, e] + a[call, rank, at, 0]
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        routing = routings[domain.call][domain.rank]
+        routing = of_calls[domain.call][domain.rank]
         product = core("ops.grouped").GroupedProduct(mine.unbind(0), transposed=False)
         rows = own[: routing.rows_received]
         plan = _expert_plan(domain, method, "LINEAR_COMBINE")
@@ -199,7 +199,7 @@ MOST_ROWS = 6 * TILE  # of one rank
 
 
 @cache
-def _routings(world: int, calls: int) -> list[list[Any]]:
+def routings(world: int, calls: int) -> list[list[Any]]:
     """Of each call and rank: up to two experts a token, of two a rank. Rank 0 sends nothing in call 1, gets nothing in call 2."""
     generator = torch.Generator().manual_seed(15)
     found = []
@@ -221,13 +221,23 @@ def _tokens(routing: Any, expert: int) -> list[int]:
     return [token for token, number in zip(*(part.tolist() for part in routing.pairs), strict=True) if number == expert]
 
 
+def planned_experts(domain: SimulatedDomain, spec: str) -> Any:
+    """The planned call of an operator of experts, by chunks."""
+    plan = _plan_of_experts(domain, "chunked", spec)
+    return core("ops.planned").Planned(domain, plan).linear(spec)
+
+
 def _expert_plan(domain: SimulatedDomain, method: str, spec: str) -> Any:
+    return _plan_of_experts(domain, method, spec).fprop
+
+
+def _plan_of_experts(domain: SimulatedDomain, method: str, spec: str) -> Any:
     request, config = (
         core("group.memory").Request(spec, "of simulated ranks"),
         core("config").OverlapConfig(method=method),
     )
     operator = getattr(core("ops.spec"), spec)
-    return core("ops.experts").make_expert_plan(operator, config, domain.topology, torch.float32, request).fprop
+    return core("ops.experts").make_expert_plan(operator, config, domain.topology, torch.float32, request)
 
 
 def _calls(

@@ -94,6 +94,8 @@ def _grows(rank: int, world: int) -> list[tuple[str, str]]:
         )  # fmt: skip
         assert y.shape[0] == routing.rows_received and (y == 8).all()
     shutdown()
+    with pytest.raises(RuntimeError, match="made before shutdown"):
+        linear_combine(y, w, routing)
     return ran
 
 
