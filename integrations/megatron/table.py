@@ -26,6 +26,7 @@ from overlap_train.integrations.megatron.experts import (
     is_overlapped_layer,
     named_expert_layers,
     overlapped_expert_layers,
+    why_not_experts,
 )
 from overlap_train.integrations.megatron.linears import (
     Model,
@@ -142,7 +143,8 @@ def report(model: Model, problem: str | None = None) -> Report:
         id(unwrapped(linear)): attention
         for attention in sharing_attentions(model) for part, linear in attention.named_children() if slot_of(part)
     }  # fmt: skip
-    layers = [(name, layer) for name, layer in named_expert_layers(model) if is_overlapped_layer(layer)]
+    is_asked_for = any(each.overlap.config.experts for each in _overlapped(model))
+    layers = [*named_expert_layers(model)] if is_asked_for else []
     # A row of the experts stands for their linears.
     theirs = {id(module) for _, layer in layers for module in layer.experts.modules()}
     linears = [(name, linear) for name, linear in named_linears(model) if id(linear) not in theirs]
@@ -151,9 +153,12 @@ def report(model: Model, problem: str | None = None) -> Report:
 
 
 def _row_of_experts(name: str, layer: Any) -> LinearReport:
+    row = LinearReport(name, "experts", *_NO_PASSES, "megatron", ())
+    if not is_overlapped_layer(layer):
+        return replace(row, reasons=(why_not_experts(layer) or "not enabled",))
     overlap = layer.overlap
     calls = tuple(sorted(overlap.fallback_calls.items()))
-    row = LinearReport(name, "experts", *_NO_PASSES, "megatron", (), overlap.overlapped_calls, calls)
+    row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)
     if overlap.plan is None:
         reason = overlap.fallback_calls.most_common(1)[0][0] if overlap.fallback_calls else "not called yet"
         return replace(row, method="megatron" if overlap.fallback_calls else "-", reasons=(reason,))
