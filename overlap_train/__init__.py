@@ -15,9 +15,11 @@ if not (_Path(__file__).parent / "kernels").is_dir():
 if TYPE_CHECKING:
     from .all_reduce import linear_all_reduce, linear_dgrad_all_reduce
     from .config import OverlapConfig
+    from .experts import dispatch_linear, expert_routing, linear_combine
     from .group.registry import check, forget_graphs, graphed, shutdown
     from .linear import all_gather_linear, linear_reduce_scatter
     from .ops.quantize import Fp8Copies
+    from .ops.routing import Routing
     from .ranks.peers import OverlapMismatchError, OverlapPeerError, OverlapTimeoutError
     from .select.choose import Choice, choose
     from .select.method import Pass
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
 # Loaded at their first use: without torch the command line still starts, and says in one line that it is missing.
 _MODULES = {
     "config": ("OverlapConfig",),
+    "experts": ("dispatch_linear", "expert_routing", "linear_combine"),
     "all_reduce": ("linear_all_reduce", "linear_dgrad_all_reduce"),
     "linear": ("all_gather_linear", "linear_reduce_scatter"),
     "ops.quantize": ("Fp8Copies",),
+    "ops.routing": ("Routing",),
     "select.choose": ("Choice", "choose"),
     "select.method": ("Pass",),
     "group.registry": ("check", "forget_graphs", "graphed", "shutdown"),
@@ -63,6 +67,7 @@ __all__ = [
     "Pass",
     "QkNorm",
     "Rotary",
+    "Routing",
     "SequenceLayout",
     "SequenceShards",
     "all_gather_linear",
@@ -70,10 +75,13 @@ __all__ = [
     "attention_output_linear",
     "check",
     "choose",
+    "dispatch_linear",
+    "expert_routing",
     "forget_graphs",
     "graphed",
     "linear_all_reduce",
     "linear_all_to_all",
+    "linear_combine",
     "linear_dgrad_all_reduce",
     "linear_reduce_scatter",
     "qkv_all_to_all",

@@ -36,6 +36,8 @@ _SECONDS: Rule = (
     "must be a positive and finite number",
     lambda value: _is_number(value, int | float) and 0 < value < math.inf,
 )
+_SWITCH: Rule = ("must be True or False", lambda value: isinstance(value, bool))
+_FACTOR: Rule = ("must be a number from 1 on", lambda value: _is_number(value, int | float) and 1 <= value < math.inf)
 _FOLDER: Rule = ("must name a folder, which need not exist", lambda value: isinstance(value, str) and bool(value))
 _NODE = _whole("must be a number of ranks, or 0 to find the nodes", 0)
 _SMS = _whole(f"must be a number from 1 to {MOST_CTAS}, or 0 for the default", 0, MOST_CTAS)
@@ -125,6 +127,17 @@ class OverlapConfig:
         "SMs that the sum of a node's partial products may hold between nodes, of GPUs only; products that run meanwhile leave "
         "them alone. 0: 7",
         rule=_SMS,
+    )
+    experts: bool = _setting(
+        False,
+        "hide the exchange of experts' rows behind their grouped products, too: expert parallelism inside one node",
+        rule=_SWITCH,
+    )
+    experts_room: float = _setting(
+        2.0,
+        "rows that a slot of experts holds, as a multiple of what each rank sends to each if the router spreads them evenly; a "
+        "call with more is a collective of all ranks",
+        rule=_FACTOR,
     )
     tuning_dir: str = _setting(
         "~/.cache/overlap_train",

@@ -90,9 +90,10 @@ class Problem:
         return ValueError(f"{self}, {_FALL_BACK}" if self.can_fall_back else str(self))
 
 
-def bad_combination(config: TransformerConfig) -> Problem | None:
-    """The setting of a model under which no linear can overlap."""
-    alone = config.tensor_model_parallel_size == 1
+def bad_combination(config: TransformerConfig, has_experts: bool = False) -> Problem | None:
+    """The setting of a model under which no linear can overlap. has_experts: others are to overlap, which need no tensor
+    parallelism."""
+    alone = config.tensor_model_parallel_size == 1 and not has_experts
     if alone and not has_ulysses(config):
         wanted = "2 or more, or use Ulysses (context_parallel_size=2, cp_comm_type='a2a')"
         return _setting(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", wanted)

@@ -2,10 +2,10 @@
 
 Megatron-Core names the CUDA device in its own source and draws random numbers from the CUDA generator. `run_without_cuda()` gives
 the modules listed in `CUDA_USERS` a stand-in for their global name `torch` which answers those requests with the CPU, and
-replaces four functions that cannot be answered that way. `torch` itself stays as it is.
+replaces five functions that cannot be answered that way. `torch` itself stays as it is.
 
 What this does not cover: `DistributedOptimizer` and the 16-bit optimizers (they sort parameters by the string
-"torch.cuda.FloatTensor"), a virtual pipeline, dispatchers of experts but `allgather`, CUDA graphs, TransformerEngine.
+"torch.cuda.FloatTensor"), a virtual pipeline, the dispatcher of experts `flex`, CUDA graphs, TransformerEngine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +40,7 @@ CUDA_USERS: dict[str, str] = {
     "megatron.core.pipeline_parallel.schedules": "the token count of each step",
     "megatron.core.pipeline_parallel.p2p_communication": "what a pipeline stage receives, and synchronize() after it",
     "megatron.core.transformer.moe.router": "counts of tokens",
+    "megatron.core.transformer.moe.token_dispatcher": "a stream in which counts are copied to the host",
     "megatron.core.timers": "synchronize() around a timer, and the gathered times",
     "megatron.core.dist_checkpointing.strategies.filesystem_async": "synchronize() before tensors are written",
     "megatron.core.dist_checkpointing.strategies.fully_parallel": "synchronize() after the exchange of tensors",
@@ -47,6 +49,22 @@ CUDA_USERS: dict[str, str] = {
 }
 
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor", "zeros", "zeros_like")
+
+
+class _Idle:
+    """A stream, or an event, whose work is complete."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def record_event(self) -> _Idle:
+        return self
+
+    def synchronize(self) -> None:
+        pass
 
 
 class _CudaOnCpu(ModuleType):
@@ -59,6 +77,8 @@ class _CudaOnCpu(ModuleType):
             synchronize=lambda device=None: None,
             current_stream=lambda device=None: None,  # the callers only hold on to the result
             empty_cache=lambda: None,
+            Stream=_Idle,
+            stream=lambda stream: nullcontext(),
             get_rng_state=lambda device=None: torch.get_rng_state(),
             manual_seed=torch.manual_seed,
         )
@@ -103,12 +123,19 @@ def run_without_cuda() -> bool:
     for name in CUDA_USERS:
         module = importlib.import_module(name)
         module.torch = stand_in
+        if hasattr(module, "maybe_move_tensor_to_cpu"):
+            module.maybe_move_tensor_to_cpu = _as_on_the_host
         if hasattr(module, "get_pos_emb_on_this_cp_rank"):
             module.get_pos_emb_on_this_cp_rank = _zigzag_part
     _use_cpu_generator(random)
     # Its assertion compares a type name with "torch.cuda.FloatTensor"; no stand-in for torch can change that.
     importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32 = _clip_by_total_norm
     return True
+
+
+def _as_on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """A tensor that Megatron's dispatcher of experts moves to the host, where it is."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _zigzag_part(pos_emb: torch.Tensor, seq_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:

@@ -30,6 +30,13 @@ from overlap_train.integrations.megatron.attention import (
     why_not_ulysses,
 )
 from overlap_train.integrations.megatron.conditions import Problem, bad_combination, divides_weights
+from overlap_train.integrations.megatron.experts import (
+    is_overlapped_layer,
+    named_expert_layers,
+    overlapped_expert_layers,
+    turn_experts,
+    why_not_experts,
+)
 from overlap_train.integrations.megatron.linears import (
     CompileAhead,
     Model,
@@ -58,6 +65,7 @@ provide_accumulation_fusion()
 
 def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     """Overlap the linears of `config.slots` in a model, in the chunks of a virtual pipeline, or one linear; before DDP wraps it.
+    With `config.experts` also the exchange of its experts.
 
     Every rank of the job calls it with the same config; it does not communicate. Linears that cannot overlap (experts,
     generalized tensor parallelism, those of a part of the model whose settings rule it out) are left as they are, and the report
@@ -73,9 +81,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
 
     Raises:
         ValueError: the model is wrapped already, its settings rule out overlap, an attention with cp_comm_type "a2a" has no
-            Ulysses form, it lacks a linear that config.slots names (of fewer than all slots), or it was enabled with another
-            config. With config.on_unsupported="fallback" the first four leave the linears and attentions concerned to Megatron
-            instead, and the report says so.
+            Ulysses form, it lacks a linear that config.slots names (of fewer than all slots), config.experts finds no experts
+            that can overlap, or it was enabled with another config. With config.on_unsupported="fallback" all but the last leave
+            the linears, attentions and experts concerned to Megatron instead, and the report says so.
     """
     check_type(config)
     config = config or OverlapConfig()
@@ -84,10 +92,11 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     attentions = find_attentions(chunks, config)
     wanted = [each for each in _wanted(chunks, config) if not is_overlapped(each[2])]
     pending = [each for each in wanted if why_not(each[2], attentions.exchanges(each[2])) is None]
-    if not pending and overlapped_linears(chunks):
+    experts = Experts.found(chunks, config)
+    if not pending and not experts.pending and (overlapped_linears(chunks) or overlapped_expert_layers(chunks)):
         return report(chunks)
-    hopeless = _problem_of_model(chunks)
-    problem = hopeless or attentions.problem or _missing_slots(chunks, config)
+    hopeless = _problem_of_model(chunks, bool(experts.pending))
+    problem = hopeless or attentions.problem or _missing_slots(chunks, config) or experts.problem
     if problem is not None and config.on_unsupported == "error":
         raise problem.error
     if hopeless is None:
@@ -96,6 +105,8 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             exchanging = attentions.exchanges(linear)
             forms = exchanging_forms(divides_weights(linear)) if exchanging else overlapped_forms()
             turn_linear(linear, forms[type(linear)], config, slot, name)
+        for name, layer in experts.pending:
+            turn_experts(layer, config, name)
         linears = overlapped_linears(chunks)
         mark_shared_weights(chunks, linears)
         CompileAhead([linear for linear in linears if divides_weights(linear) and not attentions.exchanges(linear)])
@@ -135,6 +146,28 @@ class Attentions:
             attention.whole.timeout_s = timeout_s
 
 
+@dataclass(frozen=True)
+class Experts:
+    """The layers of experts that are to overlap, by name. problem: why others cannot, or that there are none."""
+
+    pending: tuple[tuple[str, Any], ...]
+    problem: Problem | None
+
+    @classmethod
+    def found(cls, chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Experts:
+        layers = [(name, layer) for name, layer in named_expert_layers(chunks) if not is_overlapped_layer(layer)]
+        if not config.experts:
+            return cls((), None)
+        reasons = [why_not_experts(layer) for _, layer in layers]
+        pending = tuple(each for each, reason in zip(layers, reasons, strict=True) if reason is None)
+        is_stage = any(getattr(each, "pipeline_model_parallel_size", 1) > 1 for each in _configs(chunks))
+        what = next(filter(None, reasons), None)
+        if what is None and not layers and not is_stage and not overlapped_expert_layers(chunks):
+            what = "the model has no MoELayer of Megatron-Core"
+        leave_out = "leave out --overlap-train-experts"
+        return cls(pending, None if what is None else Problem(f"experts=True: {what}", leave_out))
+
+
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
     if not {"qkv", "proj"} & set(config.slots):
         return Attentions((), None)
@@ -157,13 +190,15 @@ def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     names = [name for name, linear in named_linears(chunks) if is_overlapped(linear)]
+    experts = len(overlapped_expert_layers(chunks))
     version, lines = megatron.core.__version__, []
-    if names:
+    if names or experts:
         layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
         what = f"{len(names)} linear{'s' * (len(names) != 1)}" + (
             f" in {layers} layer{'s' * (layers != 1)}" if layers else ""
         )
         where = f" of {stage()}" if stage() else ""
+        what += f" and the experts of {experts} layer{'s' * (experts != 1)}" * bool(experts)
         lines = [f"{what}{where} prepared; the table follows in the first step", problem]
     else:
         report(chunks, problem).show()
@@ -173,8 +208,8 @@ def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
         print(f"overlap_train: {line}", flush=True)
 
 
-def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> Problem | None:
-    """What rules out overlap for the whole model, or None."""
+def _problem_of_model(chunks: Sequence[torch.nn.Module], has_experts: bool) -> Problem | None:
+    """What rules out overlap for the whole model, or None. has_experts: some that are to overlap."""
     if not chunks:
         instead = "pass the model, or the list of chunks that get_model returns"
         return Problem("model=[]: no model chunk to enable", instead, can_fall_back=False)
@@ -187,7 +222,7 @@ def _problem_of_model(chunks: Sequence[torch.nn.Module]) -> Problem | None:
         if fused is not None:
             instead = "build the model without use_te_op_fuser (leave out --use-transformer-engine-op-fuser)"
             return Problem(f"{fused} in the model: TransformerEngine computes it without calling its linears", instead)
-    problems = [bad_combination(config) for config in _configs(chunks)]
+    problems = [bad_combination(config, has_experts) for config in _configs(chunks)]
     return problems[0] if problems and all(problems) else None
 
 
@@ -234,8 +269,10 @@ def _with_others(wanted: Sequence[tuple[str, str, Any]], slot: str) -> str:
 
 
 def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> None:
-    for name, linear in named_linears(chunks):
-        theirs = linear.overlap.config if is_overlapped(linear) else config
+    overlapped = [(name, linear) for name, linear in named_linears(chunks) if is_overlapped(linear)]
+    overlapped += [(name, layer) for name, layer in named_expert_layers(chunks) if is_overlapped_layer(layer)]
+    for name, linear in overlapped:
+        theirs = linear.overlap.config
         for setting in fields(config):
             mine, other = getattr(config, setting.name), getattr(theirs, setting.name)
             if mine != other:

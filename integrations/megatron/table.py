@@ -22,6 +22,12 @@ from megatron.core import parallel_state
 from overlap_train.group.registry import made_domain
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, sharing_attentions, why_not_ulysses
 from overlap_train.integrations.megatron.conditions import divides_weights, not_in_fp8, standing_reason
+from overlap_train.integrations.megatron.experts import (
+    is_overlapped_layer,
+    named_expert_layers,
+    overlapped_expert_layers,
+    why_not_experts,
+)
 from overlap_train.integrations.megatron.linears import (
     Model,
     chunks_of,
@@ -137,8 +143,30 @@ def report(model: Model, problem: str | None = None) -> Report:
         id(unwrapped(linear)): attention
         for attention in sharing_attentions(model) for part, linear in attention.named_children() if slot_of(part)
     }  # fmt: skip
-    rows = (_row(name, linear, attentions.get(id(linear))) for name, linear in named_linears(model))
-    return Report(tuple(rows), problem)
+    is_asked_for = any(each.overlap.config.experts for each in _overlapped(model))
+    layers = [*named_expert_layers(model)] if is_asked_for else []
+    # A row of the experts stands for their linears.
+    theirs = {id(module) for _, layer in layers for module in layer.experts.modules()}
+    linears = [(name, linear) for name, linear in named_linears(model) if id(linear) not in theirs]
+    rows = [_row(name, linear, attentions.get(id(linear))) for name, linear in linears]
+    return Report((*rows, *(_row_of_experts(name, layer) for name, layer in layers)), problem)
+
+
+def _row_of_experts(name: str, layer: Any) -> LinearReport:
+    row = LinearReport(name, "experts", *_NO_PASSES, "megatron", ())
+    if not is_overlapped_layer(layer):
+        return replace(row, reasons=(why_not_experts(layer) or "not enabled",))
+    overlap = layer.overlap
+    calls = tuple(sorted(overlap.fallback_calls.items()))
+    row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)
+    if overlap.plan is None:
+        reason = overlap.fallback_calls.most_common(1)[0][0] if overlap.fallback_calls else "not called yet"
+        return replace(row, method="megatron" if overlap.fallback_calls else "-", reasons=(reason,))
+    ep = f"(EP {layer.ep_group.size()})"
+    return replace(
+        row, method=overlap.plan.fprop.method, reasons=(overlap.plan.fprop.reason,), fprop=f"A2A(x) + GEMM, GEMM + A2A {ep}",
+        dgrad=f"A2A(dy) + GEMM, GEMM + A2A {ep}", wgrad="GEMM with the received rows",
+    )  # fmt: skip
 
 
 def _row(name: str, linear: Any, attention: Any) -> LinearReport:
@@ -272,20 +300,25 @@ class FirstTable:
 
     def __init__(self, model: Model) -> None:
         self._chunks = chunks_of(model)
-        for linear in overlapped_linears(self._chunks):
+        for linear in _overlapped(self._chunks):
             linear.overlap.on_gradient = self
 
     def __call__(self, gradient: torch.Tensor | None = None) -> None:
         chunks, self._chunks = self._chunks, []
-        for linear in overlapped_linears(chunks):
+        for linear in _overlapped(chunks):
             linear.overlap.on_gradient = None
         if chunks and _prints():
             report(chunks).show()
 
 
+def _overlapped(model: Model) -> list[Any]:
+    """The overlapped linears and layers of experts."""
+    return [*overlapped_linears(model), *overlapped_expert_layers(model)]
+
+
 def print_table(model: Model) -> None:
     """Print the table of an enabled model now, unless it has been printed."""
-    for linear in overlapped_linears(model):
+    for linear in _overlapped(model):
         if linear.overlap.on_gradient is not None:
             linear.overlap.on_gradient()
 
@@ -311,7 +344,7 @@ def stage() -> str:
 def counters(model: Model) -> dict[str, float]:
     """Counters of overlapped linears by name, for Megatron's TensorBoard and W&B writers.
 
-        overlap_train/<slot>/overlapped_calls   forward calls that overlapped, of all linears of that slot on this rank
+        overlap_train/<slot>/overlapped_calls   forward calls that overlapped, of all linears of that slot, or of experts
         overlap_train/<slot>/fallback_calls     forward calls that took Megatron's own path
         overlap_train/symmetric_mib             symmetric memory of this rank, in MiB
 
@@ -319,11 +352,12 @@ def counters(model: Model) -> dict[str, float]:
     stage.
     """
     values: Counter[str] = Counter()
-    linears = overlapped_linears(model)
-    for overlap in (linear.overlap for linear in linears):
+    linears, experts = overlapped_linears(model), overlapped_expert_layers(model)
+    for overlap in (each.overlap for each in (*linears, *experts)):
         values[f"overlap_train/{overlap.slot}/overlapped_calls"] += overlap.overlapped_calls
         values[f"overlap_train/{overlap.slot}/fallback_calls"] += overlap.fallback_calls.total()
     calling = [linear for linear in linears if linear.overlap.overlapped_calls]  # the others hold no memory
     groups = {group for linear in calling for group in groups_of(linear)}
+    groups |= {layer.ep_group for layer in experts if layer.overlap.overlapped_calls}
     domains = [domain for group in groups if (domain := made_domain(group)) is not None and domain.heap is not None]
     return {**values, "overlap_train/symmetric_mib": sum(domain.layout.nbytes for domain in domains) / 2**20}

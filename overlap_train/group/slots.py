@@ -220,6 +220,12 @@ class Call:
         signal = self.slot.outgoing[transfer.target][transfer.chunk : transfer.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, after)
 
+    def route(self, target: int, count: int) -> Route:
+        """The copy engine's way of a source of `count` elements to the start of this rank's block at a peer: of calls whose
+        blocks are as long as they happen to be."""
+        block = self.remote_block(target).view(-1)[:count]
+        return Route(0, block, self.slot.outgoing[target][:1], self.slot.epoch, None)
+
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
         self.wait_chunk(0, 0, self.world_size)

@@ -194,7 +194,7 @@ class Plan:
 
     amax: in fp8 with one scale that is found in each call, how ranks tell each other the largest elements of what is gathered.
 
-    rows: of all ranks, M.
+    rows: of all ranks, M; of experts 0, since each call has as many as it has.
 
     Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
     send all their partials instead. halves: the rows go in two halves, and these are passes of one.

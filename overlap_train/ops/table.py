@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..schedule.kinds import Kind
-from . import a2a_gemm, ag_gemm, gemm_a2a, gemm_rs
+from . import a2a_gemm, ag_gemm, dispatch_gemm, gemm_a2a, gemm_combine, gemm_rs
 
 Engines = dict[Kind, dict[str, Any]]  # by operator and method
 
@@ -17,6 +17,8 @@ IN_NODE: Engines = {
     Kind.GEMM_RS: gemm_rs.METHODS,
     Kind.GEMM_A2A: gemm_a2a.METHODS,
     Kind.A2A_GEMM: a2a_gemm.METHODS,
+    Kind.DISPATCH_GEMM: dispatch_gemm.METHODS,
+    Kind.GEMM_COMBINE: gemm_combine.METHODS,
 }
 TABLE: dict[str, Engines] = {"node": IN_NODE}  # by EnginePlan.reach
 

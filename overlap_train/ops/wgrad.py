@@ -28,16 +28,17 @@ class WeightGradient:
     """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several. So is that for a
     16-bit main_grad, to be rounded once and not by each part.
 
-    main_grad: as in OverlapConfig. ctx: of the autograd function, whose second input is the weight; None: not known. store: gets
-    the product, instead of backward; what is added must then stay as it is.
+    main_grad: as in OverlapConfig. ctx: of the autograd function, whose tensor `number` the weight is; None: not known. store:
+    gets the product, instead of backward; what is added must then stay as it is.
     """
 
     def __init__(
-        self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None, store: Any = None
+        self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None, store: Any = None, number: int = 1
     ) -> None:
         self._weight, self._ctx, self._store, self.is_delayed = weight, ctx, store, store is not None
+        self._number = number
         self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
-        if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, 1)):
+        if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, number)):
             self._target = None
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
@@ -103,7 +104,7 @@ class WeightGradient:
         `weight.main_grad`. Called once."""
         ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
-            unmark(self._weight, ctx, 1)
+            unmark(self._weight, ctx, self._number)
             return self._in_dtype_of_weight()
         if self._dw is not None:
             self._target.add_(self._dw)
@@ -162,6 +163,8 @@ def _parts(
 
 def accumulate(target: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     """target [N, K] += dy [M, N].T @ x [M, K], with the products summed in fp32 and added without rounding to dy's dtype."""
+    if not len(dy):  # of an expert without rows
+        return
     if target.dtype == dy.dtype:
         target.addmm_(dy.t(), x)
     elif target.dtype != torch.float32:

@@ -13,14 +13,17 @@ class Kind(StrEnum):
     scatter, wgrad  GEMM + RS     the dgrad of a column linear, under whose reduce-scatter its weight gradient may run
     a2a_gemm        A2A + GEMM    y = all_to_all(x) @ w
     gemm_a2a        GEMM + A2A    y = all_to_all(x @ w)
+    dispatch_gemm   A2A + GEMM    y = x[rows of this rank's experts] @ w[their expert]
+    gemm_combine    GEMM + A2A    y = the sum of each token's rows of x @ w[their expert]
 
     receives: the GEMM multiplies what arrives; else the product leaves. exchanges: by an all-to-all. before_wgrad: a weight
-    gradient comes after it.
+    gradient comes after it. routed: a router says which rows go where, in each call anew.
     """
 
     receives: bool
     exchanges: bool
     before_wgrad: bool
+    routed: bool
     gathers: bool  # receives all rows, by an all-gather
     reduces: bool  # adds partial sums of all ranks, by a reduce-scatter
     sums_blocks: bool  # each output is a sum over the blocks of all ranks
@@ -33,13 +36,25 @@ class Kind(StrEnum):
     GEMM_RS_AND_WGRAD = "scatter, wgrad", False, False, True
     A2A_GEMM = "a2a_gemm", True, True
     GEMM_A2A = "gemm_a2a", False, True
+    DISPATCH_GEMM = "dispatch_gemm", True, True, False, True
+    GEMM_COMBINE = "gemm_combine", False, True, False, True
 
-    def __new__(cls, value: str, receives: bool = False, exchanges: bool = False, before_wgrad: bool = False) -> Kind:
+    def __new__(
+        cls,
+        value: str,
+        receives: bool = False,
+        exchanges: bool = False,
+        before_wgrad: bool = False,
+        routed: bool = False,
+    ) -> Kind:
         kind = str.__new__(cls, value)
         kind._value_ = value
-        kind.receives, kind.exchanges, kind.before_wgrad = receives, exchanges, before_wgrad
+        kind.receives, kind.exchanges, kind.before_wgrad, kind.routed = receives, exchanges, before_wgrad, routed
         kind.gathers, kind.reduces = receives and not exchanges, not receives and not exchanges
-        kind.sums_blocks, kind.splits_columns = receives and exchanges, exchanges and not receives
+        kind.sums_blocks, kind.splits_columns = (
+            receives and exchanges and not routed,
+            exchanges and not (receives or routed),
+        )
         return kind
 
 
@@ -51,5 +66,7 @@ for _kind, _dgrad in (
     (Kind.GEMM_RS_AND_WGRAD, Kind.AG_GEMM),
     (Kind.A2A_GEMM, Kind.GEMM_A2A),
     (Kind.GEMM_A2A, Kind.A2A_GEMM),
+    (Kind.DISPATCH_GEMM, Kind.GEMM_COMBINE),
+    (Kind.GEMM_COMBINE, Kind.DISPATCH_GEMM),
 ):
     _kind.dgrad = _dgrad

@@ -22,8 +22,11 @@ from overlap_train import (
     all_gather_linear,
     all_to_all_linear,
     attention_output_linear,
+    dispatch_linear,
+    expert_routing,
     linear_all_reduce,
     linear_all_to_all,
+    linear_combine,
     linear_dgrad_all_reduce,
     linear_reduce_scatter,
     qkv_all_to_all,
@@ -98,6 +101,8 @@ def _linears(name: str, rank: int, group: dist.ProcessGroup, config: OverlapConf
         yield f"{shape}: linear_reduce_scatter", lambda b=batch: _row(rank, group, config, inputs, b)
         yield f"{shape}: linear_dgrad_all_reduce", lambda b=batch: _replicated_column(rank, group, config, inputs, b)
         yield f"{shape}: linear_all_reduce", lambda b=batch: _all_reduced(rank, group, config, inputs, b)
+        if config.method in LIBRARY and not config.node_ranks:
+            yield f"{shape}: experts", lambda b=batch: _experts(rank, group, config, inputs, b)
         if config.method != "low_latency":
             yield f"{shape}: linear_all_to_all", lambda b=batch: _to_heads(rank, group, config, inputs, b)
             yield f"{shape}: all_to_all_linear", lambda b=batch: _to_rows(rank, group, config, inputs, b)
@@ -163,6 +168,21 @@ def _to_rows(
         inputs.leaf(20, n),
     )
     return _results(all_to_all_linear(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
+
+
+def _experts(
+    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
+) -> list[torch.Tensor]:
+    _, k, n = _sizes(batch)
+    tokens, experts = 12 + rank * len(batch), 2 * group.size()
+    x, w1, w2 = inputs.leaf(rank, tokens, k), inputs.leaf(10 + rank, 2, n, k), inputs.leaf(20 + rank, 2, k, n)
+    probs = inputs.leaf(30 + rank, tokens, experts)
+    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(rank)) < 0.5
+    routing = expert_routing(chosen, group=group, config=config)
+    y, p = dispatch_linear(x, w1, routing, probs, config=config)
+    z = linear_combine(y.clamp(-2, 2) * p.detach()[:, None], w2, routing, config=config)
+    p.backward(inputs.make(60 + rank, *p.shape), retain_graph=True)
+    return [y, p, *_results(z, inputs, rank, x, w1, w2, probs)]
 
 
 def _main_grad(rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs) -> list[torch.Tensor]:

@@ -167,6 +167,23 @@ def deepseek_trains_by_all_schedules() -> None:
         _assert_trains_alike(DEEPSEEK)
 
 
+def experts_overlap_as_sequential_and_as_grouped_linears() -> None:
+    """Of TransformerEngine's spec, with its fusion of gradients and without."""
+    with streams_on_cpu():
+        for grouped, fuses in product((False, True), (False, True)):
+            architecture = dict(MIXTRAL, moe_grouped_gemm=grouped)
+            expected = train(model_of(architecture, IN_TURN, fuses, None))
+            model = model_of(architecture, IN_TURN, fuses, OverlapConfig(experts=True))
+            assert type(model.decoder.layers[0].mlp.experts).__name__ == (
+                "TEGroupedMLP" if grouped else "SequentialMLP"
+            )
+            found = train(model)
+            torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+            torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
+            rows = [row for row in report(model).linears if "experts" in row.name]
+            assert [(row.slot, row.calls) for row in rows] == [("experts", "overlapped 6")] * 2, report(model)
+
+
 def shared_experts_that_hide_the_exchange_of_others_stay_megatrons() -> None:
     """Their linears do not send: Megatron gathers and scatters for them, beside the exchange."""
     with streams_on_cpu(), patch.object(SharedExpertMLP, "stream", None):

@@ -117,6 +117,27 @@ class Linear(torch.nn.Module):
         return (y, self.bias) if self.return_bias else y
 
 
+class GroupedLinear(torch.nn.Module):
+    """te.pytorch.GroupedLinear of experts that are whole on one rank."""
+
+    def __init__(
+        self, *, num_gemms: int, in_features: int, out_features: int, fuse_wgrad_accumulation: bool, bias: bool,
+        params_dtype: torch.dtype, **rest: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_gemms, self.use_bias, self.fuse_wgrad_accumulation = num_gemms, bias, fuse_wgrad_accumulation
+        for number in range(num_gemms):
+            weight = torch.nn.Parameter(0.02 * torch.randn(out_features, in_features).to(params_dtype))
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> torch.Tensor:
+        weights: list[Any] = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        if self.fuse_wgrad_accumulation:
+            store = WeightGradStore(False)
+            weights = [_WeightGradient.apply(weight, True, bool(is_first_microbatch), store) for weight in weights]
+        return torch.cat([F.linear(part, weight) for part, weight in zip(x.split(m_splits), weights, strict=True)])
+
+
 class Float8Tensor(torch.Tensor):
     """A weight in e4m3 with one scale, which says that it is in fp32."""
 
@@ -373,6 +394,6 @@ def install() -> None:
     package.__version__, package.pytorch, torch_part.fp8 = "2.3.0", torch_part, fp8  # type: ignore[attr-defined]
     for part, name in ((tensors, "Float8Tensor"), (in_float8, "Float8Tensor"), (quantized, "QuantizedTensor")):
         setattr(part, name, type(name, (torch.Tensor,), {}))  # type: ignore[attr-defined]
-    for part in (Linear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):
+    for part in (Linear, GroupedLinear, LayerNormLinear, RMSNorm, LayerNorm, DotProductAttention):
         setattr(torch_part, part.__name__, part)
     sys.modules.update({module.__name__: module for module in (*modules, kernels, constants)})

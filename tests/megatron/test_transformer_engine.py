@@ -29,6 +29,7 @@ EXPERTS = (
     "mixtral_trains_by_all_schedules",
     "qwen3_trains_by_all_schedules",
     "deepseek_trains_by_all_schedules",
+    "experts_overlap_as_sequential_and_as_grouped_linears",
     "shared_experts_that_hide_the_exchange_of_others_stay_megatrons",
 )
 

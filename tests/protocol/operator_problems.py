@@ -15,7 +15,7 @@ import torch
 
 from tests.protocol.explore import Build
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_ranks import SLOT_BYTES, TILE, SimulatedDomain, Simulation, core
 
 CALLS = 4  # two slots are used twice
 
@@ -141,6 +141,105 @@ def to_rows(
     return _calls(machine, run, x, b, received @ b, before)
 
 
+def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Before | None = None) -> Build:
+    """Calls of dispatch(x [TILE, TILE] of each rank, a number for each row) @ the weights [TILE, TILE] of two experts a rank, and
+    of the rows by themselves. Every call has another routing."""
+    of_calls, world = routings(machine.world_size, calls), machine.world_size
+    x, w = integers(calls, world, TILE, TILE, seed=11), integers(world, 2, TILE, TILE, seed=12)
+    numbers = [
+        [x[call, rank, :, 0][one.tokens] for rank, one in enumerate(of_call)] for call, of_call in enumerate(of_calls)
+    ]
+    expected = torch.zeros(calls, world, MOST_ROWS, TILE)
+    for call, of_call in enumerate(of_calls):
+        for rank in range(world):
+            rows = [(e, s, t) for e in (0, 1) for s in range(world) for t in _tokens(of_call[s], 2 * rank + e)]
+            for at, (e, s, t) in enumerate(rows):
+                expected[call, rank, at] = x[call, s, t] @ w[rank, e] + x[call, s, t, 0]
+
+    def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        routing, given = of_calls[domain.call][domain.rank], numbers[domain.call][domain.rank]
+        product = core("ops.grouped").GroupedProduct(mine.unbind(0), transposed=False)
+        gather = _expert_plan(domain, method, "DISPATCH_LINEAR").start(
+            domain, planned_tag(domain, "dispatch"), routing, own, given
+        )
+        y = gather.matmul(product)
+        again = own.new_empty(y.shape)  # as the weight gradient reads the rows
+        product.into(again, routing.all_places, gather.rows)
+        y = y.where(y == again, torch.nan) + gather.numbers[:, None]
+        return torch.cat((y, torch.zeros(MOST_ROWS - len(y), TILE)))
+
+    return _calls(machine, run, x, w, expected, before)
+
+
+def combines(method: str, machine: Simulation, calls: int = CALLS, before: Before | None = None) -> Build:
+    """Calls of the sum of each token's rows of a [R, TILE] @ the weights [TILE, TILE] of two experts a rank, and of the numbers
+    that come with the rows. Every call has another routing."""
+    of_calls, world = routings(machine.world_size, calls), machine.world_size
+    a, w = integers(calls, world, MOST_ROWS, TILE, seed=13), integers(world, 2, TILE, TILE, seed=14)
+    expected = torch.zeros(calls, world, TILE, TILE)
+    for call, of_call in enumerate(of_calls):
+        for rank in range(world):
+            rows = [(e, s, t) for e in (0, 1) for s in range(world) for t in _tokens(of_call[s], 2 * rank + e)]
+            for at, (e, s, t) in enumerate(rows):
+                expected[call, s, t] += a[call, rank, at] @ w[rank, e] + a[call, rank, at, 0]
+
+    def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        routing = of_calls[domain.call][domain.rank]
+        product = core("ops.grouped").GroupedProduct(mine.unbind(0), transposed=False)
+        rows = own[: routing.rows_received]
+        plan = _expert_plan(domain, method, "LINEAR_COMBINE")
+        sent = plan.start(domain, planned_tag(domain, "combine"), routing, rows, product, rows[:, 0])
+        z = sent.finish()
+        return z + routing.sum_of_tokens(sent.numbers[:, None])
+
+    return _calls(machine, run, a, w, expected, before)
+
+
+MOST_ROWS = 6 * TILE  # of one rank
+
+
+@cache
+def routings(world: int, calls: int) -> list[list[Any]]:
+    """Of each call and rank: up to two experts a token, of two a rank. Rank 0 sends nothing in call 1, gets nothing in call 2."""
+    generator = torch.Generator().manual_seed(15)
+    found = []
+    for call in range(calls):
+        scores = torch.rand(world, TILE, 2 * world, generator=generator)
+        scores[..., :2] -= float(call == 2)
+        chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(2, scores.topk(2).indices, True)
+        chosen &= torch.rand(chosen.shape, generator=generator) < 0.8
+        chosen[0] &= call != 1
+        counts = chosen.sum(1)
+        found.append([core("ops.routing").Routing(chosen[rank], counts, rank) for rank in range(world)])
+        capacity = SLOT_BYTES // world // (8 * 4 * TILE) * 8
+        for routing in found[-1]:  # the host of a simulated GPU cannot wait for what it reads
+            routing.in_slot(capacity), routing.sum_of_tokens(torch.zeros(routing.rows_sent, 1))
+    return found
+
+
+def _tokens(routing: Any, expert: int) -> list[int]:
+    return [token for token, number in zip(*(part.tolist() for part in routing.pairs), strict=True) if number == expert]
+
+
+def planned_experts(domain: SimulatedDomain, spec: str) -> Any:
+    """The planned call of an operator of experts, by chunks."""
+    plan = _plan_of_experts(domain, "chunked", spec)
+    return core("ops.planned").Planned(domain, plan).linear(spec)
+
+
+def _expert_plan(domain: SimulatedDomain, method: str, spec: str) -> Any:
+    return _plan_of_experts(domain, method, spec).fprop
+
+
+def _plan_of_experts(domain: SimulatedDomain, method: str, spec: str) -> Any:
+    request, config = (
+        core("group.memory").Request(spec, "of simulated ranks"),
+        core("config").OverlapConfig(method=method),
+    )
+    operator = getattr(core("ops.spec"), spec)
+    return core("ops.experts").make_expert_plan(operator, config, domain.topology, torch.float32, request)
+
+
 def _calls(
     machine: Simulation,
     run: Run,
@@ -159,6 +258,7 @@ def _calls(
             own = buffers[domain.rank]
             for call in range(len(inputs)):
                 own.copy_(inputs[call, domain.rank])
+                domain.call = call
                 if before is not None:
                     before(domain)
                 with domain.operator(tag_of("call"), slots=1):

@@ -143,6 +143,7 @@ class SimulatedDomain:
     def __init__(
         self, simulation: Simulation, scheduler: Scheduler, heap: SimulatedHeap, layout: Any, rank: int
     ) -> None:
+        self.call = 0  # of the program that runs
         self.rank, self.world_size, self.device = rank, simulation.world_size, torch.device("cpu")
         self.topology = core("schedule.order").Topology(1, self.world_size, rank)
         self.memory = simulation.memory[rank]

@@ -90,13 +90,20 @@ class _Enqueueing(TorchDispatchMode):
             return kwargs.get("out", args[0])
         result = call()
         if not any(returned.alias_info for returned in func._schema.returns):  # not a view
-            self._enqueue(func, lambda: result.copy_(call()))
-            result.fill_(torch.nan if result.is_floating_point() else -1)
+            parts = result if isinstance(result, tuple) else (result,)
+            self._enqueue(func, lambda: _fill(parts, call()))
+            for part in parts:
+                part.fill_(torch.nan if part.is_floating_point() else -1)
         return result
 
     def _enqueue(self, func: Any, run: Callable[[], object]) -> None:
         gpu = self._current_gpu()
         gpu.current.enqueue(self._enqueued(gpu.rank, Operation(str(func), run)))
+
+
+def _fill(parts: tuple[torch.Tensor, ...], found: Any) -> None:
+    for part, values in zip(parts, found if isinstance(found, tuple) else (found,), strict=True):
+        part.copy_(values)
 
 
 def _has_tensor(arg: Any) -> bool:

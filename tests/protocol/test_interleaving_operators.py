@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("greenlet")
 
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.operator_problems import announced, gathers, scatters, to_heads, to_rows
+from tests.protocol.operator_problems import announced, combines, dispatches, gathers, scatters, to_heads, to_rows
 from tests.protocol.simulated_ranks import TILE, Simulation
 from tests.protocol.simulated_streams import StreamSimulation
 
@@ -31,6 +31,14 @@ def test_kernels_pass(problem: Problem, method: str) -> None:
 @every_problem
 def test_chunked_passes(problem: Problem, world: int, device_waits: bool) -> None:
     assert_passes(problem("chunked", Simulation(world, device_waits=device_waits)), range(9))
+
+
+@pytest.mark.parametrize(
+    "machine", [Simulation(2), Simulation(3, device_waits=True), StreamSimulation(2, one_queue=True)]
+)
+@pytest.mark.parametrize("problem", [dispatches, combines])
+def test_experts_pass(problem: Problem, machine: Simulation) -> None:
+    assert_passes(problem("chunked", machine), range(9))
 
 
 def test_what_is_announced_passes() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tests.protocol import planted as hook
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.operator_problems import announced, gathers, scatters, to_heads, to_rows
+from tests.protocol.operator_problems import announced, combines, dispatches, gathers, scatters, to_heads, to_rows
 from tests.protocol.planted import EPOCH, Plant
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import Simulation
@@ -44,6 +44,10 @@ def programs() -> dict[str, Build]:
         "GEMM+A2A direct": to_heads("direct", PROCESSES, columns=32),
         "A2A+GEMM fused": to_rows("fused", PROCESSES),
         "A2A+GEMM direct": to_rows("direct", PROCESSES),
+        "dispatch": dispatches("chunked", PROCESSES),
+        "combine": combines("chunked", PROCESSES),
+        "dispatch, streams": dispatches("chunked", StreamSimulation(3)),
+        "combine, streams": combines("chunked", StreamSimulation(3)),
         "AG+GEMM, NCCL": gathers("chunked", NodeSimulation(2)),
         "GEMM+RS, NCCL": scatters("chunked", NodeSimulation(2)),
         "AG+GEMM, NVSHMEM": gathers("chunked", NodeSimulation(2, puts=True)),
@@ -73,7 +77,9 @@ DIRECT = ("AG+GEMM direct", "GEMM+RS direct", "A2A+GEMM direct")
 STREAM = ("AG+GEMM chunked, streams", "AG+GEMM fused, streams")
 ANNOUNCED = ("AG+GEMM announced", "AG+GEMM announced, streams")
 NCCL, NVSHMEM = ("AG+GEMM, NCCL", "GEMM+RS, NCCL"), ("AG+GEMM, NVSHMEM", "GEMM+RS, NVSHMEM")
-BY_COPIES = ("AG+GEMM fused, streams", "GEMM+RS chunked, streams")
+EXPERTS, OF_EXPERTS = ("dispatch", "combine"), ("dispatch, streams", "combine, streams")
+CHUNKED, COUNTED = ("AG+GEMM chunked", *EXPERTS), (*STREAM, *OF_EXPERTS)
+BY_COPIES = ("AG+GEMM fused, streams", "GEMM+RS chunked, streams", *OF_EXPERTS)
 ANY = "|".join((WRONG, STOPS, "Mismatch", "TimeoutError"))
 
 FAULTS = [
@@ -88,11 +94,11 @@ FAULTS = [
     Fault("data beside their place", hook.data(lambda to, at, nbytes: (to + 16, at, nbytes)), BY_COPIES),
     Fault("data of another place", hook.data(lambda to, at, nbytes: (to, at + 16, nbytes)), BY_COPIES),
     # by the thread of a CPU process
-    Fault("thread signals before its data", hook.pushes(hook.signal_first), (*GATHERS, *SCATTERS, "AG+GEMM chunked")),
-    Fault("thread leaves the signal out", hook.pushes(hook.without_signal), (*GATHERS, *SCATTERS), STOPS),
-    Fault("thread leaves the data out", hook.pushes(hook.without_data), (*GATHERS, *SCATTERS)),
-    Fault("thread signals the epoch before", hook.pushes(hook.with_the_last_epoch), GATHERS, f"{STOPS}|{WRONG}"),
-    Fault("thread signals another call", hook.pushes(hook.with_another_fingerprint), GATHERS, "Mismatch"),
+    Fault("thread signals before its data", hook.pushes(hook.signal_first), (*GATHERS, *SCATTERS, *EXPERTS, "AG+GEMM chunked")),
+    Fault("thread leaves the signal out", hook.pushes(hook.without_signal), (*GATHERS, *SCATTERS, *EXPERTS), STOPS),
+    Fault("thread leaves the data out", hook.pushes(hook.without_data), (*GATHERS, *SCATTERS, *EXPERTS)),
+    Fault("thread signals the epoch before", hook.pushes(hook.with_the_last_epoch), (*GATHERS, *EXPERTS), f"{STOPS}|{WRONG}"),
+    Fault("thread signals another call", hook.pushes(hook.with_another_fingerprint), (*GATHERS, *EXPERTS), "Mismatch"),
     # by kernels that store at the peers
     Fault("kernel leaves the signal out", hook.accesses(*TELL, hook.masked), DIRECT, STOPS),
     Fault("kernel signals the epoch before", hook.accesses(*TELL, hook.value(lambda word: word - EPOCH)), DIRECT, ANY),
@@ -107,7 +113,7 @@ FAULTS = [
     Fault("wait for the next chunk", hook.polls(change=hook.moved(1)), GATHERS, ANY),
     Fault("wait for another rank", hook.polls(change=hook.moved(8)), GATHERS, ANY),
     Fault("wait sees another call", hook.polls(lambda word: word ^ 1), GATHERS, "Mismatch"),
-    Fault("wait kernel left out", hook.left_out("wait_kernel"), ("AG+GEMM chunked, streams", "GEMM+RS chunked, streams")),
+    Fault("wait kernel left out", hook.left_out("wait_kernel"), (*BY_COPIES[1:], "AG+GEMM chunked, streams")),
     Fault("push does not wait for its tiles", hook.no_wait_for_tiles(), ("GEMM+RS fused, streams",)),
     Fault("push waits for one tile", hook.no_wait_for_tiles(1), ("GEMM+RS fused, streams",)),
     Fault("thread does not wait for tiles", hook.pushes(hook.without_waiting), SCATTERS),
@@ -115,15 +121,15 @@ FAULTS = [
     Fault("copies do not wait for the caller", hook.no_wait_for_events(of_caller=False), ("GEMM+RS chunked, streams",), ANY),
     Fault("operator ends before its copies", hook.no_wait_for_events(of_caller=True), BY_COPIES),
     Fault("events are behind nothing", lambda: hook.events_too_early(), BY_COPIES, ANY),
-    Fault("operator ends before its pushes", lambda: hook.no_join(), ("AG+GEMM fused", "AG+GEMM chunked")),
+    Fault("operator ends before its pushes", lambda: hook.no_join(), ("AG+GEMM fused", *CHUNKED)),
     # who reuses which slot
-    Fault("two slots in one place", hook.slots_overlap(2), ("AG+GEMM fused", "AG+GEMM chunked", *STREAM)),
-    Fault("all slots in one place", hook.slots_overlap(3), ("AG+GEMM fused", "AG+GEMM chunked", *STREAM)),
+    Fault("two slots in one place", hook.slots_overlap(2), ("AG+GEMM fused", *CHUNKED, *COUNTED)),
+    Fault("all slots in one place", hook.slots_overlap(3), ("AG+GEMM fused", *CHUNKED, *STREAM)),
     Fault("slot of what comes first taken again", lambda: hook.taken_at_once(), ANNOUNCED, ANY),
     Fault("two slots in one place, beside what comes first", hook.slots_overlap(2), ANNOUNCED, ANY),
     # epochs
-    Fault("epoch not advanced by the host", hook.host_leaves_out("fill_", ".epoch"), ("AG+GEMM fused", "AG+GEMM chunked"), ANY),
-    Fault("epoch not advanced by its kernel", hook.left_out("next_epoch_kernel"), ("AG+GEMM fused, device", *STREAM), ANY),
+    Fault("epoch not advanced by the host", hook.host_leaves_out("fill_", ".epoch"), ("AG+GEMM fused", *CHUNKED), ANY),
+    Fault("epoch not advanced by its kernel", hook.left_out("next_epoch_kernel"), ("AG+GEMM fused, device", *COUNTED), ANY),
     Fault("epoch not advanced by a kernel that stores", hook.accesses(".epoch", "store", hook.masked), DIRECT, ANY),
     # counters
     Fault("counters not reset by the host", hook.host_leaves_out("zero_", ".left"), (*GATHERS, *SCATTERS), ANY),

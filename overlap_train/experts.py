@@ -1,0 +1,258 @@
+"""The public operators of experts, whose ranks exchange rows as a router says, and their autograd functions.
+
+    expert_routing      who sends how many rows to whom, in one call of both operators
+    dispatch_linear     forward  A2A + grouped GEMM    backward  grouped GEMM + A2A for dx; dw under the end of the A2A
+    linear_combine      forward  grouped GEMM + A2A    backward  A2A + grouped GEMM for da; dw with the rows just received
+
+W ranks; E experts, rank r has those from r E/W on; T tokens of this rank, R rows of all ranks for this rank's experts, by expert,
+then source rank, then token (ops/routing.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from .config import OverlapConfig
+from .group.domain import profiled
+from .group.registry import domain_of
+from .group.signals import Tag
+from .linear import applied, once_differentiable, run_eagerly
+from .ops import collective
+from .ops.experts import expert_op
+from .ops.grouped import GroupedProduct
+from .ops.plan_cache import OnPlan, cache_of
+from .ops.planned import PlannedOp
+from .ops.routing import Routing
+from .ops.spec import DISPATCH_LINEAR, LINEAR_COMBINE
+from .ops.wgrad import WeightGradient
+
+Weights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+
+
+def expert_routing(
+    experts: torch.Tensor,
+    *,
+    num_experts: int | None = None,
+    group: dist.ProcessGroup,
+    config: OverlapConfig | None = None,
+    name: str = "expert_routing",
+) -> Routing:
+    """The routing of one forward pass through the experts, for `dispatch_linear` and `linear_combine`. Ranks exchange how many
+    rows they have for each expert, and the host waits for that: it decides how much memory the rows take.
+
+    Args:
+        experts: bool [T, E], which experts each token of this rank goes to, as Megatron has it; or their numbers, int [T, k],
+            with num_experts=E. A negative one is none: the token was dropped there. T may differ between ranks.
+        group: the expert-parallel group; all its ranks make the same calls in the same order.
+        config, name: see all_gather_linear.
+
+    Raises:
+        ValueError: E cannot be divided by W, or experts is neither of the two.
+        OverlapTimeoutError, OverlapMismatchError: a rank did not come, or is in another call.
+        RuntimeError: a CUDA graph is being captured.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return run_eagerly(expert_routing, experts, num_experts=num_experts, group=group, config=config, name=name)  # type: ignore[no-any-return]
+    domain = domain_of(group, config, experts.device)
+    cache_of(domain, name)
+    if domain.is_capturing():
+        raise RuntimeError(
+            f"{name}: a CUDA graph is being captured, and the host has to wait for how many rows there are; leave experts out"
+        )
+    with domain.exclusively(name):
+        chosen = _chosen(experts, num_experts, domain.world_size, name)
+    number = chosen.shape[1]
+    tag = _tag(name, number)
+    with domain.operator(tag, slots=0, shown_as="experts/routing"), torch.no_grad():
+        domain.collective_calls.enter(tag)
+        counts = chosen.sum(0).view(1, number)
+        of_ranks = counts.new_empty(domain.world_size, number)
+        work = collective.all_gather(of_ranks, counts, group)
+        if work is not None:
+            work.wait()
+        return Routing(chosen, of_ranks.cpu(), domain.rank, domain)
+
+
+def dispatch_linear(
+    x: torch.Tensor,
+    w: Weights,
+    routing: Routing,
+    probs: torch.Tensor | None = None,
+    *,
+    config: OverlapConfig | None = None,
+    name: str = "dispatch_linear",
+    on_plan: OnPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The first linear of experts on tokens of all ranks.
+
+        x      [T, K]       tokens of this rank
+        w      [E/W, N, K]  weights of this rank's experts; or a list of E/W weights [N, K]
+        probs  [T, E]       what the router gives each token and expert; travels with the rows
+        y      [R, N]     = (all rows for this rank's experts) @ w[their expert].T
+        p      [R]          the probs of these rows, in the dtype of probs; None without probs
+        dx     [T, K]     = the sum of each token's rows of dy @ w[their expert], in order of expert
+        dw     [N, K]     = dy.T @ rows, of each expert's rows
+
+    Args:
+        routing: of this forward pass, the same in `linear_combine`.
+        config, name, on_plan: see all_gather_linear. Methods are chunked and collective; others run as chunked. What slots do not
+            hold (config.experts_room) runs as collective on all ranks.
+
+    Returns:
+        (y, p). Where each weight of a list has `main_grad`, backward adds its dw there (config.main_grad).
+
+    Raises:
+        as all_gather_linear.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return run_eagerly(dispatch_linear, x, w, routing, probs, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
+    weights = _each(w)
+    op = expert_op(DISPATCH_LINEAR, x, weights, probs, routing, config, name, on_plan)
+    y, of_rows = _apply_dispatch(x, *weights, probs, op, routing)
+    return y, of_rows
+
+
+def linear_combine(
+    a: torch.Tensor,
+    w: Weights,
+    routing: Routing,
+    *,
+    config: OverlapConfig | None = None,
+    name: str = "linear_combine",
+    on_plan: OnPlan | None = None,
+) -> torch.Tensor:
+    """The last linear of experts, whose rows go back to their tokens.
+
+        a      [R, K]       rows of this rank's experts, as dispatch_linear returned them
+        w      [E/W, N, K]  weights of this rank's experts; or a list of E/W weights [N, K]
+        z      [T, N]     = the sum of each token's rows of a @ w[their expert].T
+        da     [R, K]     = (rows of dz of all ranks) @ w[their expert]
+        dw     [N, K]     = (rows of dz).T @ a, of each expert's rows
+
+    Each row is rounded to the dtype of a, and sent. The sum is in order of expert, in fp32, and rounded once: every run gives the
+    same bits. A token without experts gets 0.
+
+    Arguments, errors: see dispatch_linear.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return run_eagerly(linear_combine, a, w, routing, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
+    weights = _each(w)
+    op = expert_op(LINEAR_COMBINE, a, weights, None, routing, config, name, on_plan)
+    z: torch.Tensor = _apply_combine(a, *weights, op, routing)
+    return z
+
+
+@functools.cache
+def _tag(name: str, number: int) -> Tag:
+    """That of a routing of so many experts. It is kept: errors name what is still there."""
+    return Tag(f"{name}/routing", f"rows of {number} experts")
+
+
+def _each(w: Weights) -> Sequence[torch.Tensor]:
+    """The weights of the experts, one by one."""
+    return w.unbind(0) if isinstance(w, torch.Tensor) else w
+
+
+def _chosen(experts: torch.Tensor, num_experts: int | None, world_size: int, name: str) -> torch.Tensor:
+    """bool [T, E] of either form."""
+    what = f"{name}: experts is {experts.dtype} {tuple(experts.shape)}"
+    if experts.dim() != 2 or experts.is_floating_point():
+        raise ValueError(f"{what}; it must be bool [T, E], or numbers of experts, int [T, k]")
+    if experts.dtype != torch.bool:
+        if num_experts is None:
+            raise ValueError(f"{what}, without num_experts; pass how many experts there are")
+        numbers = torch.where(experts < 0, num_experts, experts.long())
+        experts = torch.zeros(len(experts), num_experts + 1, dtype=torch.bool, device=experts.device)
+        experts = experts.scatter_(1, numbers, True)[:, :num_experts]
+    number = experts.shape[1]
+    if number % world_size or num_experts not in (None, number) or not number:
+        raise ValueError(
+            f"{what}, num_experts={num_experts}, {number} experts; their number must be divisible by the group's {world_size} "
+            f"ranks, and num_experts, where it is given, the same"
+        )
+    return experts
+
+
+class _DispatchLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        *weights, probs, op, routing = others
+        numbers = None if probs is None else probs[routing.pairs].float()
+        with op.forward:
+            gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, x, numbers)
+            y = gather.matmul(GroupedProduct(weights, transposed=True))
+        ctx.op, ctx.routing, ctx.weights = op, routing, weights  # weights: for what they carry, as in linear.py
+        ctx.of_probs = None if probs is None else (probs.shape, probs.dtype)
+        ctx.save_for_backward(gather.rows if any(ctx.needs_input_grad[1 : 1 + len(weights)]) else None, *weights)
+        return y, None if probs is None else gather.numbers.to(probs.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor, of_rows: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        op, routing, (rows, *weights) = ctx.op, ctx.routing, ctx.saved_tensors
+        wants_dx, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
+        wants_dprobs = ctx.needs_input_grad[1 + len(weights)]
+        dy, dx, dprobs, combine = dy.contiguous(), None, None, None
+        numbers = of_rows.float() if wants_dprobs and of_rows is not None else None
+        with op.backward[wants_dx or wants_dprobs, any(wants_dws)]:
+            if wants_dx or wants_dprobs:
+                product = GroupedProduct(weights, transposed=False)
+                combine = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dy, product, numbers)
+            dws = _weight_gradients(ctx, op, dy, rows)
+            if combine is not None:
+                dx = combine.finish()
+        if numbers is not None and combine is not None:
+            shape, dtype = ctx.of_probs
+            dprobs = dy.new_zeros(shape, dtype=dtype)
+            dprobs[routing.pairs] = combine.numbers.to(dtype)
+        return dx if wants_dx else None, *dws, dprobs, None, None
+
+
+class _LinearCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, *others: Any) -> torch.Tensor:
+        *weights, op, routing = others
+        a = a.contiguous()
+        with op.forward:
+            product = GroupedProduct(weights, transposed=True)
+            z: torch.Tensor = op.plan.fprop.start(op.domain, op.tags.fprop, routing, a, product).finish()
+        ctx.op, ctx.routing, ctx.weights = op, routing, weights
+        ctx.save_for_backward(a if any(ctx.needs_input_grad[1 : 1 + len(weights)]) else None, *weights)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        op, routing, (a, *weights) = ctx.op, ctx.routing, ctx.saved_tensors
+        wants_da, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
+        da = None
+        with op.backward[True, any(wants_dws)]:  # the peers want dz, whatever this rank does
+            gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dz.contiguous())
+            if wants_da:
+                da = gather.matmul(GroupedProduct(weights, transposed=False))
+            else:
+                gather.receive()
+            dws = _weight_gradients(ctx, op, gather.rows, a)
+        return da, *dws, None, None
+
+
+def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """dy.T @ x of each expert's rows, both in placed order; None where it is not wanted, or in main_grad."""
+    places, dws = ctx.routing.all_places, []
+    with profiled(op.tags.ranges[2]):
+        for number, (weight, first, count) in enumerate(zip(ctx.weights, places.starts, places.counts, strict=True), 1):
+            dw = None
+            if ctx.needs_input_grad[number] and x is not None:
+                gradient = WeightGradient(weight, op.plan.config.main_grad, ctx=ctx, number=number)
+                gradient.add(dy[first : first + count], x[first : first + count])
+                dw = gradient.result()
+            dws.append(dw)
+    return dws
+
+
+_apply_dispatch, _apply_combine = applied(_DispatchLinear), applied(_LinearCombine)

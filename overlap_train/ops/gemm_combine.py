@@ -1,0 +1,91 @@
+"""Grouped GEMM + AllToAll: y [T, N] = the sum of each token's rows of a [R, K] @ w[their expert].
+
+The rows for one rank after the other are multiplied and sent as they are done, the own ones last. The receiver adds each token's
+rows in order of expert, in fp32, whatever came first: the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..group.domain import OverlapDomain
+from ..group.signals import Tag
+from .grouped import GroupedProduct
+from .messages import Messages
+from .routing import Routing
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
+
+
+class GemmCombine:
+    """Products on their way. a: [R, K] in placed order. numbers: fp32 [R], one for each row, or None; they go with it.
+
+    `finish` waits for all. numbers: fp32 [N], those that have come back, in sent order; complete after `finish`.
+    """
+
+    numbers: torch.Tensor | None = None
+
+    def finish(self) -> torch.Tensor:
+        """The sums [T, N]."""
+        raise NotImplementedError
+
+
+class CollectiveGemmCombine(GemmCombine):
+    """One grouped GEMM, then NCCL or gloo."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
+        product: GroupedProduct, numbers: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._routing = routing
+        domain.collective_calls.enter(tag)
+        y = a.new_empty(len(a), product.features)
+        product.into(y, routing.all_places, a)
+        self._rows = self._exchanged(y, domain.group)
+        self.numbers = None if numbers is None else self._exchanged(numbers, domain.group)
+
+    def _exchanged(self, placed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        routing = self._routing
+        sent = placed.index_select(0, routing.place_of_received)
+        received = placed.new_empty(routing.rows_sent, *placed.shape[1:])
+        dist.all_to_all_single(received, sent, routing.sent, routing.received, group=group)
+        return received
+
+    def finish(self) -> torch.Tensor:
+        return self._routing.sum_of_tokens(self._rows)
+
+
+class ChunkedGemmCombine(GemmCombine):
+    """A grouped GEMM for each destination, pushed as it ends."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
+        product: GroupedProduct, numbers: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._routing, self._has_numbers = routing, numbers is not None
+        received, sent = routing.received, routing.sent
+        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, self._has_numbers)
+        for peer in (*messages.call.peers, domain.rank):
+            rows, of_rows = messages.leaving(peer)
+            product.out_of(a, routing.places[peer], rows)
+            if numbers is not None:
+                of_rows.copy_(numbers.index_select(0, routing.places[peer].index))
+            messages.send(peer)
+
+    def finish(self) -> torch.Tensor:
+        messages = self._messages
+        messages.call.wait_for_all()
+        if self._has_numbers:
+            self.numbers = torch.cat([messages.arriving(source)[1] for source in range(self._routing.world_size)])
+        return self._routing.sum_of_tokens(messages.call.gathered, messages.capacity)
+
+
+METHODS: dict[str, Callable[..., GemmCombine]] = {
+    "collective": CollectiveGemmCombine,
+    "chunked": ChunkedGemmCombine,
+}

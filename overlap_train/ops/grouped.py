@@ -1,0 +1,75 @@
+"""Grouped products: rows that lie by expert, each group with the weight of its expert. By the library, a product for each expert;
+on GPUs in bf16 one grouped kernel, where experts are many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from .routing import Places
+
+# Below, a product for each expert is as fast, and nothing has to be copied: weights of Megatron's experts lie apart.
+_LEAST_EXPERTS = 8
+
+
+class GroupedProduct:
+    """Products with the weights [N, K] of this rank's experts. transposed: of rows [*, K] with w.T; else of rows [*, N]."""
+
+    def __init__(self, weights: Sequence[torch.Tensor], transposed: bool) -> None:
+        self._weights, self._transposed = weights, transposed
+        self.features: int = weights[0].shape[0 if transposed else 1]
+
+    def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
+        """rows, in the order of their message, or all in placed order -> their places in out [R, features]."""
+        if not len(rows):
+            return
+        if not self._is_grouped(rows):
+            starts = places.starts if places.index is None else places.in_message
+            self._by_expert(out, places.starts, rows, starts, places.counts)
+        elif places.index is None:
+            out.copy_(self._grouped(rows, places))
+        else:
+            out.index_copy_(0, places.index, self._grouped(rows, places))
+
+    def out_of(self, a: torch.Tensor, places: Places, out: torch.Tensor) -> None:
+        """The rows of a, in placed order, at `places` -> out, in the order of their message."""
+        if not self._is_grouped(a):
+            self._by_expert(out, places.in_message, a, places.starts, places.counts)
+        elif len(out):
+            rows = a if places.index is None else a.index_select(0, places.index)
+            out.copy_(self._grouped(rows, places))
+
+    def _by_expert(
+        self, out: torch.Tensor, to: Sequence[int], rows: torch.Tensor, at: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        for weight, start, first, count in zip(self._weights, to, at, counts, strict=True):
+            if count:
+                b_kn = weight.t() if self._transposed else weight
+                torch.mm(rows[first : first + count], b_kn, out=out[start : start + count])
+
+    def _is_grouped(self, rows: torch.Tensor) -> bool:
+        is_served = (
+            rows.is_cuda and rows.dtype == torch.bfloat16 and not any(size % 8 for size in self._weights[0].shape)
+        )
+        return is_served and len(self._weights) >= _LEAST_EXPERTS and rows.is_contiguous()
+
+    def _grouped(self, rows: torch.Tensor, places: Places) -> torch.Tensor:
+        return torch.nn.functional.grouped_mm(rows, self._stacked, offs=places.ends)
+
+    @cached_property
+    def _stacked(self) -> torch.Tensor:
+        """[E/W, in, out]. Weights that lie one after the other, as those of one parameter, are not copied."""
+        first, size = self._weights[0], self._weights[0].numel()
+        origin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
+        lie_together = all(
+            weight.is_contiguous() and weight.untyped_storage().data_ptr() == storage
+            and weight.storage_offset() == origin + number * size
+            for number, weight in enumerate(self._weights)
+        )  # fmt: skip
+        shape = (len(self._weights), *first.shape)
+        stacked = (
+            first.as_strided(shape, (size, *first.stride()), origin) if lie_together else torch.stack([*self._weights])
+        )
+        return stacked.mT if self._transposed else stacked

@@ -1,0 +1,134 @@
+"""Which rows go to which experts in one call, and where they lie at the sender, in a message and at the receiver.
+
+W ranks; E experts, rank r has those from r E/W on; T tokens of this rank. Of one call:
+
+    sent order     this rank's N rows, by expert, then token: what goes to one rank lies together, and what comes back, too
+    message        the rows for one rank, in sent order (messages.py)
+    placed order   the R rows of all ranks for this rank's experts, by expert, then source rank, then token
+
+The matrix of counts, which every rank has, says all of it but which tokens these are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..group.domain import OverlapDomain
+
+
+@dataclass(frozen=True)
+class Places:
+    """Rows of one rank, or of all, in placed order: starts and counts by expert of this rank. index: the place of each row in the
+    order of its message, int64; None: they are all rows. ends: where the rows of each expert end there, int32 [E/W]."""
+
+    starts: list[int]
+    counts: list[int]
+    index: torch.Tensor | None
+    ends: torch.Tensor
+
+    @cached_property
+    def in_message(self) -> list[int]:
+        """Where the rows of each expert start, in the order of the message."""
+        return [*accumulate(self.counts[:-1], initial=0)]
+
+
+class Routing:
+    """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
+
+    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int64 [W, E] of the host.
+    domain: of the group; None in simulations.
+
+    sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. places: of the
+    rows from each rank; all_places: of all rows for this rank's experts.
+    """
+
+    domain: OverlapDomain
+
+    def __init__(
+        self, chosen: torch.Tensor, counts: torch.Tensor, rank: int, domain: OverlapDomain | None = None
+    ) -> None:
+        self._chosen, self.rank, self.world_size = chosen, rank, len(counts)
+        self.tokens_here, self.experts = chosen.shape
+        self.device = chosen.device
+        if domain is not None:
+            self.domain = domain
+        by_rank = counts.view(self.world_size, self.world_size, -1)  # from, to, expert
+        here = by_rank[:, rank]
+        self.sent: list[int] = by_rank[rank].sum(1).tolist()
+        self.received: list[int] = here.sum(1).tolist()
+        self.rows_sent, self.rows_received = sum(self.sent), sum(self.received)
+        self.largest, self.total = int(by_rank.sum(2).max()), int(counts.sum())
+        starts = _before(here.t()).t()
+        self.place_of_received = _shifted(starts - _before(here), here, self.device)
+        # All that goes to a device goes now: within an operator the host must not wait for copies.
+        totals = here.sum(0)
+        ends = torch.cat((here, totals[None])).cumsum(1).int().to(self.device, non_blocking=True)
+        self.all_places = Places(starts[0].tolist(), totals.tolist(), None, ends[-1])
+        indices = self.place_of_received.split(self.received)
+        self.places = [*map(Places, starts.tolist(), here.tolist(), indices, ends)]
+        self._slot_rows: dict[int, torch.Tensor] = {}
+
+    @cached_property
+    def _pairs(self) -> torch.Tensor:
+        """(expert, token) of each row in sent order: int64 [N, 2]."""
+        return torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent)
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        """The token of each row in sent order: int64 [N]."""
+        return self._pairs[:, 1].contiguous()
+
+    @cached_property
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token, expert) of each row in sent order, as an index of [T, E]."""
+        return self.tokens, self._pairs[:, 0]
+
+    @cached_property
+    def _by_token(self) -> torch.Tensor:
+        """Rows in sent order, by token, then expert: int64 [N]."""
+        return torch.argsort(self.tokens, stable=True)
+
+    @cached_property
+    def _ends_of_tokens(self) -> torch.Tensor:
+        """Where the rows of each token begin in `_by_token`, and the last one's end: int64 [T + 1]."""
+        ends = self._chosen.sum(1).cumsum(0)
+        return torch.cat((ends.new_zeros(1), ends))
+
+    def sum_of_tokens(self, rows: torch.Tensor, capacity: int | None = None) -> torch.Tensor:
+        """The sum of each token's rows [N, H], in sent order -> [T, H]: in order of expert, in fp32, rounded once. capacity: the
+        rows lie as W blocks of so many, block d from rank d, one below the other."""
+        if not self.rows_sent:
+            return rows.new_zeros(self.tokens_here, rows.shape[1])
+        index = self._by_token if capacity is None else self.in_slot(capacity)
+        # One kernel on GPUs, which sums in fp32; of what has 16 bits CPUs might not.
+        bags = rows if rows.is_cuda else rows.float()
+        bag = torch.nn.functional.embedding_bag
+        return bag(index, bags, self._ends_of_tokens, mode="sum", include_last_offset=True).to(rows.dtype)
+
+    def in_slot(self, capacity: int) -> torch.Tensor:
+        """As _by_token, of rows in W blocks of `capacity` rows."""
+        if capacity not in self._slot_rows:
+            sent = torch.tensor(self.sent, device="cpu")
+            shifts = torch.arange(0, self.world_size * capacity, capacity, device="cpu") - _before(sent)
+            place = _shifted(shifts, sent, self.device)
+            self._slot_rows[capacity] = place[self._by_token]
+        return self._slot_rows[capacity]
+
+
+def _before(counts: torch.Tensor) -> torch.Tensor:
+    """How many rows come before those of each, row by row of a matrix of counts."""
+    flat = counts.flatten()
+    return (flat.cumsum(0) - flat).view(counts.shape)
+
+
+def _shifted(shifts: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """0, 1, 2, ... in runs of `counts`, each run shifted by its number: int64."""
+    total = int(counts.sum())
+    both = torch.stack((shifts.flatten(), counts.flatten())).to(device, non_blocking=True)
+    return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)

@@ -1,0 +1,111 @@
+"""The operators of experts on GPUs: the problems of CPU processes, exact in bf16, also where the products of many experts are one
+kernel; the same bits on every run; and two micro-batches in flight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from overlap_train import dispatch_linear, expert_routing, linear_combine
+from overlap_train.group.registry import domain_of
+from tests.expert_cases import NAMED, Experts, any_problem, check_problem, sum_in_order
+from tests.linear_cases import Case
+
+MILLISECOND = 2_000_000  # cycles
+
+
+@pytest.fixture(params=["chunked", "collective"])
+def method(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_problem(case: Case, name: str) -> None:
+    check_problem(case, NAMED[name](case.world), seed=3)
+
+
+def test_many_experts_are_one_kernel(case: Case) -> None:
+    """Features are multiples of eight, as that kernel wants them; some experts get nothing."""
+    for seed, dropped in enumerate((0.0, 0.7)):
+        check_problem(case, Experts(16 * case.world, 4, (40,) * case.world, 64, 32, dropped), seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
+    check_problem(replace(case, dtype=dtype), NAMED["dropped"](case.world), seed=5)
+
+
+def test_sums_are_in_order_of_expert(case: Case) -> None:
+    sum_in_order(case)
+
+
+def test_random_problems(case: Case) -> None:
+    for seed in range(200):
+        check_problem(case, any_problem(seed, case.world), seed)
+
+
+def test_late_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every copy of one rank starts late, so that waits have to hold."""
+    if case.config.method == "collective":
+        pytest.skip("no copies of ours")
+    engine: Any = domain_of(case.group, case.config, case.device).engine
+    enqueue = engine._enqueue
+
+    def late(*arguments: Any) -> None:
+        with torch.cuda.stream(engine.stream):
+            torch.cuda._sleep(3 * MILLISECOND)
+        enqueue(*arguments)
+
+    for slow_rank in range(case.world):
+        with monkeypatch.context() as patch:
+            if case.rank == slow_rank:
+                patch.setattr(engine, "_enqueue", late)
+            for seed in range(3):
+                check_problem(case, Experts(4 * case.world, 2, (64,) * case.world, 64, 32), seed)
+
+
+def test_every_run_gives_the_same_bits(case: Case) -> None:
+    """Of numbers that round. In every run another rank is late, in forward or in backward."""
+    generator, here, runs = torch.Generator(case.device).manual_seed(case.rank), 8, []
+    shapes = ((512, 256), (here, 256, 256), (here, 256, 128))
+    x, w1, w2 = (torch.randn(shape, generator=generator, device=case.device).to(case.dtype) for shape in shapes)
+    chosen = Experts(here * case.world, 4, (512,) * case.world).chosen(7)[case.rank].to(case.device)
+    probs = torch.rand(chosen.shape, generator=generator, device=case.device)
+    for run in range(4):
+        leaves, is_late = (
+            [tensor.clone().requires_grad_() for tensor in (x, w1, w2, probs)],
+            case.rank == run % case.world,
+        )
+        routing = expert_routing(chosen, group=case.group, config=case.config)
+        torch.cuda._sleep(5 * MILLISECOND * is_late)
+        y, p = dispatch_linear(leaves[0], leaves[1], routing, leaves[3], config=case.config)
+        assert p is not None
+        a = (torch.nn.functional.silu(y[:, :128]) * y[:, 128:] * p[:, None]).to(case.dtype)
+        z = linear_combine(a, leaves[2], routing, config=case.config)
+        torch.cuda._sleep(5 * MILLISECOND * (not is_late))
+        z.float().square().sum().backward()
+        runs.append([z, *(leaf.grad for leaf in leaves)])
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def test_two_micro_batches_in_flight(case: Case) -> None:
+    """Forward of both, then backward in either order; weights' gradients go into fp32 main_grad."""
+    world, here = case.world, 4
+    w = [torch.ones(8, 16, device=case.device, dtype=case.dtype, requires_grad=True) for _ in range(here)]
+    for weight in w:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 16, device=case.device), False  # type: ignore[attr-defined]
+    chosen = Experts(here * world, 2, (32,) * world).chosen(1)[case.rank].to(case.device)
+    for order in ((0, 1), (1, 0)):
+        ys = []
+        for batch in range(2):
+            x = torch.full((32, 16), batch + 1.0, device=case.device, dtype=case.dtype)
+            routing = expert_routing(chosen, group=case.group, config=case.config)
+            ys.append(dispatch_linear(x, w, routing, config=case.config)[0])
+        for batch in order:
+            ys[batch].backward(torch.ones_like(ys[batch]))
+    for weight, count in zip(w, routing.all_places.counts, strict=True):
+        assert (weight.main_grad == 6 * count).all() and weight.grad_added_to_main_grad  # type: ignore[attr-defined]

@@ -1,0 +1,226 @@
+"""Models with experts whose exchange overlaps, too: losses and gradients are those of Megatron's own exchange, in Megatron's ways
+to train; what cannot overlap stays Megatron's, and the table says why."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe import moe_utils
+
+from overlap_train import OverlapConfig, shutdown
+from overlap_train.integrations.megatron import gpt_block_spec, provide_accumulation_fusion, report
+from overlap_train.integrations.megatron.table import counters
+from overlap_train.ops.experts import OVERFLOW
+from tests.megatron import layout
+from tests.megatron.linears import model_config
+from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, Recipe, batches, gpt, optimizer_of, quietly_enable
+from tests.megatron.test_training import assert_close
+from tests.megatron.workers import on_ranks
+
+MIXTRAL = dict(
+    LLAMA, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_token_dispatcher_type="alltoall",
+    moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01, expert_model_parallel_size=2,
+    expert_tensor_parallel_size=1,
+)  # fmt: skip
+OURS = OverlapConfig(experts=True)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "one expert a rank, top 1": dict(num_moe_experts=2, moe_router_topk=1, moe_router_pre_softmax=True),
+    "shared experts": dict(moe_shared_expert_intermediate_size=16),
+    "dropped tokens": dict(moe_expert_capacity_factor=0.6),
+    "recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    "recomputed layers": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "fused activation": dict(bias_activation_fusion=True),
+    "no gated unit": dict(gated_linear_unit=False, activation_func=torch.nn.functional.gelu),
+    "gradients in main_grad": dict(gradient_accumulation_fusion=True),
+    "16 bits": dict(bf16=True, params_dtype=torch.bfloat16),
+    "without tensor parallelism": dict(tensor_model_parallel_size=1, sequence_parallel=False),
+}
+
+
+def mixtral(overlap: OverlapConfig | None, **changes: Any) -> GPTModel:
+    """The same weights at every call."""
+    provide_accumulation_fusion()
+    vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16 looks for, also without TransformerEngine
+    settings = {**MIXTRAL, **changes}
+    layout.use(settings.get("tensor_model_parallel_size", 2), expert_parallel=settings["expert_model_parallel_size"])
+    config = model_config(**settings)
+    model = GPTModel(config, gpt_block_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope")
+    if overlap is not None:
+        quietly_enable(model, overlap)
+    return model
+
+
+def train(model: GPTModel, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(losses, gradients of the last step)."""
+    model.config.finalize_model_grads_func = finalize_model_grads
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
+    wrapped, data, losses = DistributedDataParallel(model.config, settings, model), batches(), []
+    optimizer = optimizer_of(wrapped) if model.config.params_dtype == torch.float32 else None
+
+    def step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
+        text = next(data)
+        positions = torch.arange(SEQUENCE).expand(len(text), -1)
+        y = chunk(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+        return y, lambda y: (y.float().mean(), {"loss": y.detach().float().mean()})
+
+    for _ in range(steps):
+        wrapped.zero_grad_buffer()
+        if optimizer is not None:
+            optimizer.zero_grad()
+        found = get_forward_backward_func()(
+            forward_step_func=step, data_iterator=data, model=wrapped, num_microbatches=2, seq_length=SEQUENCE,
+            micro_batch_size=2, forward_only=False,
+        )  # fmt: skip
+        losses += [float(each["loss"]) for each in found]
+        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+        if optimizer is not None:
+            optimizer.step()
+    return losses, gradients
+
+
+def rows_of(model: GPTModel) -> list[Any]:
+    return [row for row in report(model).linears if row.slot == "experts"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@on_ranks
+def test_training_is_that_of_megatrons_exchange(name: str) -> None:
+    changes = VARIANTS[name]
+    is_half = changes.get("bf16", False)
+    losses, gradients = train(mixtral(None, **changes))
+    model = mixtral(OURS, **changes)
+    keys = [name for name, _ in model.named_parameters()]
+    found, ours = train(model)
+    assert found == pytest.approx(losses, rel=2e-3 if is_half else 1e-6)
+    if is_half:
+        for key, gradient in gradients.items():
+            assert (ours[key] - gradient).norm() <= 0.03 * gradient.norm() + 1e-6, key
+    else:
+        assert_close(ours, gradients)
+    assert keys == [name for name, _ in mixtral(None, **changes).named_parameters()]
+    rows = rows_of(model)
+    calls = 4 * (2 if "recomputed" in name else 1)
+    assert [row.method for row in rows] == ["chunked"] * 2 and {row.calls for row in rows} == {f"overlapped {calls}"}
+    assert not [row for row in report(model).linears if "local_experts" in row.name]
+    into = {layer.mlp.overlap.plan.config.main_grad for layer in model.decoder.layers}
+    assert into == {"accumulate" if changes.get("gradient_accumulation_fusion") else "off"}
+    assert counters(model)["overlap_train/experts/overlapped_calls"] == 2 * calls
+
+
+@on_ranks
+def test_every_run_gives_the_same_bits() -> None:
+    first, second = (train(mixtral(OURS)) for _ in range(2))
+    assert first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
+
+
+STAYS = {  # changes to the model -> what the error, or the table, says
+    "expert-parallel size 1": dict(expert_model_parallel_size=1, expert_tensor_parallel_size=None),
+    "moe_token_dispatcher_type='allgather'": dict(moe_token_dispatcher_type="allgather"),
+    "moe_pad_expert_input_to_capacity=True": dict(
+        moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+    ),
+    "add_bias_linear=True": dict(add_bias_linear=True),
+    "moe_apply_probs_on_input=True": dict(
+        moe_apply_probs_on_input=True, moe_router_topk=1, moe_router_pre_softmax=True
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STAYS)
+@on_ranks
+def test_what_cannot_overlap_is_an_error_or_stays_megatrons(what: str) -> None:
+    with pytest.raises(ValueError, match="experts=True: " + re.escape(what)):
+        mixtral(OURS, **STAYS[what])
+    expected = train(mixtral(None, **STAYS[what]), steps=1)
+    model = mixtral(OverlapConfig(experts=True, on_unsupported="fallback"), **STAYS[what])
+    found = train(model, steps=1)
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert_close(found[1], expected[1])
+    assert len(rows_of(model)) == 2
+    assert all(row.method == "megatron" and row.reason.startswith(what) for row in rows_of(model))
+
+
+@on_ranks
+def test_a_dense_model_has_no_experts() -> None:
+    with pytest.raises(ValueError, match=r"the model has no MoELayer.*leave out --overlap-train-experts"):
+        gpt(Recipe(LLAMA, overlap=OURS))
+
+
+@on_ranks
+def test_calls_that_fall_back_train_alike_and_are_counted() -> None:
+    """Every other micro-batch, with Megatron's fusion of gradients."""
+    fused = dict(gradient_accumulation_fusion=True)
+    losses, gradients = train(mixtral(None, **fused))
+    model = mixtral(OURS, **fused)
+    layer, calls = model.decoder.layers[0].mlp, []
+    plain = type(layer).preprocess
+
+    def preprocess(self: Any, *arguments: Any) -> Any:
+        calls.append(self)
+        self.config.cpu_offloading = len(calls) // 2 % 2 == 0
+        try:
+            return plain(self, *arguments)
+        finally:
+            self.config.cpu_offloading = False
+
+    with patch.object(type(layer), "preprocess", preprocess):
+        found, ours = train(model)
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert_close(ours, gradients)
+    for row in rows_of(model):
+        assert row.overlapped_calls == 2 and [count for _, count in row.fallback_calls] == [2], row
+        assert row.fallback_calls[0][0].startswith("cpu_offloading=True")
+
+
+@on_ranks
+def test_more_rows_than_slots_hold_are_a_collective_and_counted() -> None:
+    """The router sends all tokens of both ranks to the experts of the first."""
+
+    def routed(overlap: OverlapConfig | None) -> Any:
+        model = mixtral(overlap)
+        for layer in model.decoder.layers:
+            plain = layer.mlp.router.routing
+
+            def to_first(logits: torch.Tensor, *rest: Any, plain: Any = plain, **more: Any) -> Any:
+                shift = torch.tensor([9.0, 9.0, 0.0, 0.0], dtype=logits.dtype)
+                return plain(logits + shift, *rest, **more)
+
+            layer.mlp.router.routing = to_first
+        return model, *train(model)
+
+    shutdown()  # else slots are as large as those of the tests before
+    _, losses, gradients = routed(None)
+    model, found, ours = routed(OverlapConfig(experts=True, experts_room=1.0))
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert_close(ours, gradients)
+    assert {row.fallback_calls for row in rows_of(model)} == {((OVERFLOW, 4),)}
+    assert {row.method for row in rows_of(model)} == {"collective"}
+
+
+@on_ranks
+def test_hooks_before_the_experts_linears_run() -> None:
+    """Data parallelism that gathers parameters late waits for them there."""
+    model, seen = mixtral(OURS), []
+    expert = model.decoder.layers[0].mlp.experts.local_experts[1]
+    for linear in (expert.linear_fc1, expert.linear_fc2):
+        linear.register_forward_pre_hook(lambda module, _: seen.append(module))
+    train(model, steps=1)
+    assert seen == [expert.linear_fc1, expert.linear_fc2] * 2
+
+
+@on_ranks
+def test_the_table_has_a_line_for_the_experts() -> None:
+    model = mixtral(OURS)
+    train(model, steps=1)
+    table = str(report(model))
+    (line,) = [line for line in table.splitlines() if "mlp.experts" in line]
+    assert line.split()[:4] == ["decoder.layers.0-1.mlp.experts", "chunked", "overlapped", "2"]
+    assert "experts: fprop A2A(x) + GEMM, GEMM + A2A (EP 2); dgrad A2A(dy) + GEMM" in table
