@@ -4,15 +4,15 @@
 # (root mean square of the second half of the steps):
 #   benchmarks/lent/megatron_lm.sh SCRIPT OUT VARIANT...
 # SCRIPT: pretrain_gpt.py of a checkout (its folder may hold that, gpt_builders.py and model_provider.py alone: the rest is in the
-# megatron-core wheel). VARIANT: te (no overlap), te_again (the same), userbuffers (their defaults), ring (row linears' scatters by
-# ring exchange), ours (our launcher with --overlap-train), with tensor parallelism over all GPUs; cp_te, cp_ours: context parallelism
-# over all of them by a2a, 32768 tokens, 2 layers; ep_te, ep_ours: te and ours with experts' exchange hidden by a second micro-batch,
-# weight gradients delayed; experts: ours with --overlap-train-experts. MODEL: 8b (Llama-3, 4 layers; default), or with TP 2 and
-# experts over all GPUs mixtral (8x7B, 2 layers), qwen3 (30B-A3B, 4 layers), deepseek (like V3, with 32 of its experts, 3 layers); of
-# these mixtral-small, qwen3-small and deepseek-small are cut for two ranks on one GPU, with 1024 tokens, for losses and not for times.
-# RANKS: more than there are GPUs share these (shared.sh). ITERS: steps, of which the first four do not count (default 14).
-# LIMIT: seconds of a variant (default 120). TE_ENV: see session.sh. FUSION=on: gradient accumulation fusion on every side (Apex's
-# kernel is our launcher's); else on none.
+# megatron-core wheel). VARIANT: te (no overlap), te_again (the same), userbuffers (their defaults), ring (row linears' scatters
+# by ring exchange), ours (our launcher with --overlap-train), with tensor parallelism over all GPUs; cp_te, cp_ours: context
+# parallelism over all of them by a2a, 32768 tokens, 2 layers; ep_te, ep_ours: te and ours with experts' exchange hidden by a
+# second micro-batch, weight gradients delayed; experts: ours with --overlap-train-experts. MODEL: 8b (Llama-3, 4 layers;
+# default), or with TP 2 and experts over all GPUs mixtral (8x7B, 2 layers), qwen3 (30B-A3B, 4 layers), deepseek (like V3, with 32
+# of its experts, 3 layers); of these mixtral-small, qwen3-small and deepseek-small are cut for two ranks on one GPU, with 1024
+# tokens, for losses and not for times. RANKS: more than there are GPUs share these (shared.sh). ITERS: steps, of which the first
+# four do not count (default 14). LIMIT: seconds of a variant (default 120). TE_ENV: see session.sh. FUSION=on: gradient
+# accumulation fusion on every side (Apex's kernel is our launcher's); else on none.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 
