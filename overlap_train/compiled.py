@@ -111,6 +111,8 @@ def _forward(
         )
     with torch.set_grad_enabled(any(wanted)):  # plans ask what is trained, and compilers hand over tensors without that
         likes = [tensor.detach().requires_grad_(wants) for tensor, wants in zip((x, w), wanted, strict=False)]
+        if hasattr(w, "fp8_scales"):
+            likes[1].fp8_scales = w.fp8_scales  # type: ignore[attr-defined]
         op = op_of(row, likes[0], likes[1], bias, _resolve_process_group(group), _config(config), name)
     kept: list[Any] = []
     context = SimpleNamespace(needs_input_grad=(*wanted, False), save_for_backward=lambda *saved: kept.extend(saved))

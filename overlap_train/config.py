@@ -80,9 +80,8 @@ class OverlapConfig:
         "off",
         "multiply in fp8 and gather one byte an element, with one scale for each tensor: inputs and weights in e4m3, gradients "
         "in e5m2 (tensorwise) or e4m3, too (tensorwise_e4m3); blockwise: all in e4m3, with one scale for each 128 elements along "
-        "the contraction, of weights for each 128 x 128; delayed, delayed_e4m3: as tensorwise, with the scales of "
-        "TransformerEngine's modules (Megatron's --fp8-recipe delayed). Not the output layer",
-        ("off", "tensorwise", "tensorwise_e4m3", "delayed", "delayed_e4m3", "blockwise"),
+        "the contraction, of weights for each 128 x 128. Not the output layer",
+        ("off", "tensorwise", "tensorwise_e4m3", "blockwise"),
     )
     provider: str = _setting(
         "auto",

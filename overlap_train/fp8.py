@@ -6,7 +6,7 @@ functions of all; blockwise.py those with a scale for each block.
     dw = dy8.T @ x8 * dy_inverse * x_inverse        e5m2 (or e4m3) by e4m3
 
 What is gathered has one byte an element, and one scale for the shards of all ranks: the largest element of any of them decides;
-with "delayed" all scales are given (GivenScales). Partial sums stay in the dtype of the input, as do results. Tensor cores want
+or all scales are given (GivenScales). Partial sums stay in the dtype of the input, as do results. Tensor cores want
 both operands along the contraction. So backward multiplies transposed copies: of the weight, of its own gradient, and of what it
 has gathered.
 """
@@ -44,8 +44,7 @@ def copies_of(linear: PlannedOp, w: torch.Tensor) -> Fp8Copies | None:
 
 def _given(linear: PlannedOp, w: torch.Tensor) -> GivenScales | None:
     """The scales that are given for a linear; None: they are found in each call."""
-    scales: GivenScales | None = getattr(w, "fp8_scales", None) if linear.plan.amax is None else None
-    return scales
+    return w.fp8_scales if linear.plan.amax is None else None  # type: ignore[attr-defined,no-any-return]
 
 
 def _by_given_scale(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:

@@ -19,7 +19,7 @@ from megatron.core.extensions import transformer_engine as megatron_te
 
 from overlap_train.group.registry import is_graphed
 from overlap_train.integrations.megatron.main_grad import accumulates
-from overlap_train.ops.spec import DTYPES, misfit_in_fp8, other_autocast
+from overlap_train.ops.spec import DTYPES, misfit_in_fp8, no_fp8_on, other_autocast
 from overlap_train.ops.wgrad import is_watched
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ _FALL_BACK = "or run Megatron's own linears with on_unsupported='fallback' (--ov
 _ONLY_TE = "only TransformerEngine's linears compute in it"
 # Megatron's (format, recipe) -> OverlapConfig.fp8
 OUR_FP8 = {
-    ("hybrid", "tensorwise"): "tensorwise", ("e4m3", "tensorwise"): "tensorwise_e4m3", ("hybrid", "delayed"): "delayed",
-    ("e4m3", "delayed"): "delayed_e4m3", ("e4m3", "blockwise"): "blockwise",
+    ("hybrid", "tensorwise"): "tensorwise", ("e4m3", "tensorwise"): "tensorwise_e4m3", ("hybrid", "delayed"): "tensorwise",
+    ("e4m3", "delayed"): "tensorwise_e4m3", ("e4m3", "blockwise"): "blockwise",
 }  # fmt: skip
 _OUR_FP8_BY_TE = (
     "--fp8-format, or take --fp8-recipe delayed or tensorwise, or blockwise with --fp8-format e4m3: ours have these"
@@ -121,6 +121,8 @@ def _why_not_as_te(config: TransformerConfig) -> tuple[str, str] | None:
         return "fp8_wgrad=False, and weight gradients of ours are in fp8", "leave out --no-fp8-wgrad"
     if config.fp8_recipe != "blockwise":
         return None
+    if torch.cuda.is_available() and (why := no_fp8_on(torch.device("cuda"), "blockwise")) is not None:
+        return why, "take another recipe"
     if os.environ.get(_FP32_SCALES, "0") == "1":
         return f"{_FP32_SCALES}=1, and scales of ours are powers of two", f"unset {_FP32_SCALES}"
     if getattr(config, "fp8_param", False):

@@ -109,7 +109,9 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             turn_experts(layer, config, name)
         linears = overlapped_linears(chunks)
         mark_shared_weights(chunks, linears)
-        CompileAhead([linear for linear in linears if divides_weights(linear) and not attentions.exchanges(linear)])
+        sending = [linear for linear in linears if divides_weights(linear) and not attentions.exchanges(linear)]
+        for group in {linear.tp_group for linear in sending}:
+            CompileAhead(group, sending)
         FirstTable(chunks)
     told = None if problem is None else str(problem)
     _tell_user(chunks, told)

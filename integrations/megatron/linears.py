@@ -51,7 +51,7 @@ from overlap_train.integrations.megatron.te_norm import (
     normed,
     too_old,
 )
-from overlap_train.integrations.megatron.te_scales import scales_of, update_after_backward
+from overlap_train.integrations.megatron.te_scales import has_delayed_scales, scales_of, update_after_backward
 from overlap_train.integrations.megatron.weight_copies import plain, renew_copies
 from overlap_train.ops.plan import Plan
 from overlap_train.ops.plan_cache import Foreseen, foresee
@@ -109,7 +109,7 @@ class LinearOverlap:
         self._configs = {
             (adds, fp8): replace(self.config, fp8=fp8, main_grad=self.config.main_grad if adds else "off")
             for adds in (True, False)
-            for fp8 in ("off", *OUR_FP8.values())
+            for fp8 in ("off", *dict.fromkeys(OUR_FP8.values()))
         }
 
     def count(self, reason: str | None, group: dist.ProcessGroup | None = None) -> None:
@@ -160,12 +160,12 @@ _OPERATORS: dict[tuple[bool, bool], tuple[OperatorSpec, Callable[..., torch.Tens
 
 
 class CompileAhead:
-    """Starts to compile, in the first call of a linear of a model, what all of its linears launch. Llama-3 8B's first step took
-    22 s when each linear began with its own kernels, 4 s with all of them in Triton's cache (four ranks, 16 cores)."""
+    """Starts to compile, in the first call of a linear of a model, what all linears of its group launch. Llama-3 8B's first step
+    took 22 s when each linear began with its own kernels, 4 s with all of them in Triton's cache (four ranks, 16 cores)."""
 
-    def __init__(self, linears: Sequence[Any]) -> None:
-        self._linears = list(linears)
-        for linear in linears:
+    def __init__(self, group: dist.ProcessGroup, linears: Sequence[Any]) -> None:
+        self._group, self._linears = group, [linear for linear in linears if linear.tp_group is group]
+        for linear in self._linears:
             linear.overlap.ahead = self
 
     def start(self, name: str, plan: Plan) -> None:
@@ -173,9 +173,7 @@ class CompileAhead:
         linears, self._linears = self._linears, []
         for linear in linears:
             linear.overlap.ahead = None
-        group = next(linear.tp_group for linear in linears if linear.overlap.name == name)
-        calls = (foreseen(linear) for linear in linears if linear.tp_group is group)
-        foresee(group, plan.rows, filter(None, calls), name)
+        foresee(self._group, plan.rows, filter(None, map(foreseen, linears)), name)
 
 
 def foreseen(linear: Any) -> Foreseen | None:
@@ -184,7 +182,9 @@ def foreseen(linear: Any) -> Foreseen | None:
     if weight is None or standing_reason(linear, weight) is not None:
         return None
     spec = _OPERATORS[attribute(linear, "input_is_parallel", False), linear.sequence_parallel][0]
-    return Foreseen(spec, weight, biases(linear)[0], replace(overlap.config, fp8=overlap.fp8_of(linear)))
+    # By TransformerEngine's context most layers are in fp8, whatever the one that is called first is.
+    fp8 = our_fp8(linear.config) if overlap.slot != "output" else None
+    return Foreseen(spec, weight, biases(linear)[0], replace(overlap.config, fp8=fp8 or overlap.fp8_of(linear)))
 
 
 def product(
@@ -299,13 +299,12 @@ class _OverlappedTE:
         added, returned = biases(self)
         wants_h = self.overlap.norm is not None and attribute(self, "return_layernorm_output", False)
         settings = settings_of(self, self.weight)
-        fp8 = settings["config"].fp8
-        in_fp8 = fp8 != "off"
+        in_fp8 = settings["config"].fp8 != "off"
         if self.overlap.norm is not None and self.sequence_parallel and not in_fp8:
             y, x = norm_all_gather_linear(self, x, self.weight, added, wants_h, **settings)
             y = self.overlap.watched(y)
         else:
-            is_delayed = fp8.startswith("delayed") and our_fp8(self.config) is not None
+            is_delayed = in_fp8 and has_delayed_scales(self.config)
             x = normed(self, x)
             with scales_of(self, x) if is_delayed else nullcontext():
                 y = product(self, x, plain(self.weight) if in_fp8 else self.weight, added, settings)
@@ -367,7 +366,7 @@ def te_feature(linear: Any) -> str | None:
         return None
     if attribute(linear, "te_quant_params", None) is not None:
         return "quantized by TransformerEngine (te_quant_params)"
-    if too_old() is not None and hasattr(linear, "layer_norm_weight"):
+    if too_old() is not None and (hasattr(linear, "layer_norm_weight") or has_delayed_scales(linear.config)):
         return too_old()
     if getattr(linear.config, "delay_wgrad_compute", False) and linear.use_bias and not linear.bias.requires_grad:
         return "delay_wgrad_compute: TransformerEngine then wants the gradient of a frozen bias"

@@ -39,6 +39,7 @@ from overlap_train.integrations.megatron.linears import (
     unwrapped,
     why_not,
 )
+from overlap_train.integrations.megatron.te_scales import has_delayed_scales
 from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.warn import warn_user
@@ -216,7 +217,7 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
     method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
     reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
     if plan.config.fp8 != "off":
-        reasons += (f"fp8 {plan.config.fp8}",)
+        reasons += (f"fp8 {plan.config.fp8}{', scales of TransformerEngine' * has_delayed_scales(linear.config)}",)
     elif linear.overlap.config.fp8 != "off" or getattr(linear.config, "fp8", None):
         reasons += (not_in_fp8(linear) or "not in fp8",)
     parts = linear.overlap.parts if exchanges_now(linear) and divides_weights(linear) else None

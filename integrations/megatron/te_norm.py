@@ -36,7 +36,7 @@ def too_old() -> str | None:
     """Why the norms of the TransformerEngine here cannot be called; None: they can."""
     if is_te_min_version(OLDEST):
         return None
-    return f"TransformerEngine {get_te_version()}: its norms are called as in {OLDEST} and later"
+    return f"TransformerEngine {get_te_version()}: its norms and quantizers are called as in {OLDEST} and later"
 
 
 @dataclass(frozen=True)

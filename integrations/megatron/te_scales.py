@@ -17,10 +17,16 @@ _STATE, _RECOMPUTATION = "transformer_engine.pytorch.fp8", "transformer_engine.p
 _INPUT, _WEIGHT, _GRADIENT = 0, 1, 0  # of a module with one product, among its quantizers of forward, and of backward
 
 
+def has_delayed_scales(config: Any) -> bool:
+    """Whether TransformerEngine's modules of a model give the scales."""
+    return bool(getattr(config, "fp8", None)) and getattr(config, "fp8_recipe", None) == "delayed"
+
+
 @contextmanager
 def scales_of(linear: Any, x: torch.Tensor) -> Iterator[None]:
-    """Within, the weight of TE's module `linear` has the scales of this call; where layers are recomputed, of the first time. The
-    module is as in a call of its own: TE's manager knows it, and updates its scales."""
+    """From here on the weight of TE's module `linear` has the scales of this call, from which backward takes them, too; where
+    layers are recomputed, those of the first time. Within, the module is as in a call of its own: TE's manager knows it, and
+    updates its scales."""
     prepared = getattr(linear, "prepare_forward_ctx", linear.prepare_forward)  # one name or the other, by TE's version
     with prepared(x, allow_non_contiguous=True):
         forward, backward = (linear.quantizers[f"scaling_{way}"] for way in ("fwd", "bwd"))

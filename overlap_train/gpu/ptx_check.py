@@ -72,8 +72,10 @@ PROOFS: dict[str, _Proofs] = {
     "reduce_partials_kernel": (),  # runs after a wait kernel
     "add_blocks_kernel": (),  # so does this
     "count_arrivals_kernel": ((ACQUIRE,),),
-    "amax_kernel": (),  # these three touch nothing that is shared
+    "amax_kernel": (),  # these touch nothing that is shared
     "quantize_kernel": (),
+    "quantize_pieces_kernel": (),
+    "quantize_squares_kernel": (),
     "transpose_kernel": (),
 }
 # And where a switch of the kernel is on: DIRECT, it stores at the peers and signals them; REDUCE, its last tiles wait for theirs.

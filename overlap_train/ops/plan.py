@@ -192,7 +192,8 @@ class Plan:
     dgrad_alone: the input gradient where no weight gradient is wanted: nothing of it is held back. wgrad: how the weight
     gradient's operand is sent again; None where it need not be.
 
-    amax: in fp8 with one scale that is found in each call, how ranks tell each other the largest elements of what is gathered.
+    amax: in fp8 with one scale that is found in each call, how ranks tell each other the largest elements of what is gathered;
+    None: also where scales are given (takes_scales).
 
     rows: of all ranks, M; of experts 0, since each call has as many as it has.
 
@@ -217,6 +218,11 @@ class Plan:
     @property
     def slots_of_amax(self) -> int:
         return 0 if self.amax is None else self.amax.slots
+
+
+def takes_scales(config: OverlapConfig | None, w: torch.Tensor) -> bool:
+    """Whether a call in fp8 with one scale a tensor takes those that the owner of its weight gives (GivenScales)."""
+    return config is not None and config.fp8 not in ("off", "blockwise") and hasattr(w, "fp8_scales")
 
 
 def make_plan(
@@ -245,9 +251,10 @@ def make_plan(
     else:
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
-    amax = planner.amax_gather(fprop, device) if config.fp8.startswith("tensorwise") else None
+    given = takes_scales(config, w)
+    amax = planner.amax_gather(fprop, device) if fp8 and not blockwise and not given else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
-    how += f", fp8={config.fp8}" * fp8
+    how += f", fp8={config.fp8}{', scales given' * given}" * fp8
     methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}
     received = spec.slot_bytes(x, w, world)
     if blockwise:  # rows may carry both roundings

@@ -19,7 +19,7 @@ from ..select.autotune import Autotune
 from ..select.table import Table
 from ..warn import warn_user
 from .launch import is_interpreted
-from .plan import Plan, error_on_device, make_plan
+from .plan import Plan, error_on_device, make_plan, takes_scales
 from .planned import Planned, PlannedOp
 from .spec import PLAIN, OperatorSpec, autocast_error, tensor_error
 
@@ -80,7 +80,8 @@ class PlanCache:
         x, w, bias = operands
         trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
         shape_of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device)
-        key = (spec.name, x.shape, x.dtype, x.device, w.shape, w.dtype, w.device, shape_of_bias, trains, config, tries)
+        of_w = (w.shape, w.dtype, w.device, takes_scales(config, w))
+        key = (spec.name, x.shape, x.dtype, x.device, *of_w, shape_of_bias, trains, config, tries)
         planned = self.plans.get(key)
         return key, None if planned is None else planned.get((w.stride(), w.data_ptr() % 16))
 
@@ -150,7 +151,8 @@ class PlanCache:
         return self.runs.begun(planned, config, self.table, x, w)
 
     def foreseen(self, rows: int, linears: Iterable[Foreseen]) -> list[tuple[Plan, Operands]]:
-        """Plans of calls with `rows` rows of all ranks, and operands like theirs; without those that would raise."""
+        """Plans of calls with `rows` rows of all ranks, and operands like theirs; without those that would raise, and those of
+        weights that TransformerEngine keeps in fp8."""
         world, found = self.domain.world_size, dict[object, tuple[Plan, Operands]]()
         for spec, w, bias, config in linears:
             key = (spec.name, w.shape, w.dtype, w.stride(), w.requires_grad, bias is None, config)
@@ -237,8 +239,8 @@ def op_of(
         _refuse_strange(spec, x, w, name)
     trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
     now = (
-        spec, x.shape, x.dtype, x.device, w.shape, w.dtype, w.stride(), w.data_ptr() % 16, trains, config,
-        None if bias is None else (bias.shape, bias.dtype, bias.device),
+        spec, x.shape, x.dtype, x.device, w.shape, w.dtype, w.stride(), w.data_ptr() % 16, takes_scales(config, w), trains,
+        config, None if bias is None else (bias.shape, bias.dtype, bias.device),
     )  # fmt: skip
     cache = _caches.get(group)
     if cache is not None and not cache.domain.closed and not torch._C._is_any_autocast_enabled():

@@ -16,8 +16,7 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 
 FORWARD = torch.float8_e4m3fn  # of inputs and weights
-_IN_E5M2 = dict.fromkeys(("tensorwise", "delayed"), torch.float8_e5m2)
-GRADIENT = _IN_E5M2 | dict.fromkeys(("tensorwise_e4m3", "delayed_e4m3"), torch.float8_e4m3fn)  # by OverlapConfig.fp8
+GRADIENT = {"tensorwise": torch.float8_e5m2, "tensorwise_e4m3": torch.float8_e4m3fn}  # by OverlapConfig.fp8
 _PARTS = 128  # about as many as a GPU has SMs, the same on all ranks
 AMAX_BYTES = 4 * _PARTS
 _BLOCK, _TILE = 16384, dict(BLOCK_M=128, BLOCK_K=128, num_warps=4)  # what a program reads at once
@@ -45,7 +44,7 @@ class Given(NamedTuple):
 
 
 class GivenScales(NamedTuple):
-    """Those of a linear, for fp8 "delayed": operators look for them at its weight, as `weight.fp8_scales`."""
+    """Those of a linear in fp8 "tensorwise" whose owner gives them, as `weight.fp8_scales`."""
 
     x: Given
     w: Given
@@ -156,9 +155,8 @@ def quantized_by_torch(
             torch.maximum(by.amax, x.abs().nan_to_num(0.0, torch.inf).amax().float().view(1), out=by.amax)
     else:
         amax = by.amax().view(1)
-        scale = torch.full_like(amax, most).div(
-            amax
-        )  # a number over a tensor would be its reciprocal, times the number
+        # A number over a tensor would be its reciprocal, times the number.
+        scale = torch.full_like(amax, most).div(amax)
         scale = torch.where(amax == 0, 1.0, scale).clamp(max=torch.finfo(torch.float32).max)
         scale = torch.where(amax.isinf(), torch.nan, scale)  # what is infinite, or no number, shows on every rank
     x8 = (x.float() * scale).clamp(-most, most).to(dtype)

@@ -57,14 +57,25 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
     return f"input {list(x.shape)}, weight {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
 
 
-def misfit_in_fp8(fp8: str, rows: int, sides: tuple[int, ...], world_size: int) -> str | None:
+def no_fp8_on(device: torch.device, fp8: str) -> str | None:
+    """Why a GPU does not multiply in fp8, None: it does. fp8: as in OverlapConfig."""
+    capability, cuda = (
+        torch.cuda.get_device_capability(device),
+        tuple(map(int, (torch.version.cuda or "0.0").split("."))),
+    )
+    if fp8 == "blockwise" and (capability[0] != 9 or cuda < (12, 9)):
+        return f"cuBLASLt takes scales of blocks on Hopper, from CUDA 12.9 on; here is {torch.version.cuda}"
+    return "tensor cores multiply fp8 from Ada on" if capability < (8, 9) else None
+
+
+def misfit_in_fp8(fp8: str, rows: int, sides: tuple[int, ...], world_size: int, w_name: str = "a weight") -> str | None:
     """Which size the three passes do not take in fp8, in words; None: they take so many rows of all ranks, and a weight with
     these two sides. fp8: as in OverlapConfig. Tensor cores want multiples of 16, blocks are of 128."""
     least = 128 if fp8 == "blockwise" else 16
     ranks = world_size if fp8 == "blockwise" else 1
     if rows % (least * ranks):
         return f"{rows} rows of all ranks: not a multiple of {f'{ranks} x ' if ranks > 1 else ''}{least}"
-    return f"a weight {sides}: not a multiple of {least}" if any(side % least for side in sides) else None
+    return f"{w_name} {sides}: not a multiple of {least}" if any(side % least for side in sides) else None
 
 
 @dataclass(frozen=True)
@@ -148,26 +159,15 @@ class OperatorSpec:
         off = "use fp8='off' (leave out --overlap-train-fp8, or take --overlap-train-on-unsupported fallback)"
         if self.replicated or self.fprop.exchanges or not self.multiplies:
             return f"{name}: {self.name} has no form in fp8; {off}"
-        if fp8.startswith("delayed") and not hasattr(w, "fp8_scales"):
-            return (
-                f"{name}: fp8={fp8!r} without {self.w_name}.fp8_scales, which TransformerEngine's modules have under Megatron's "
-                f"--fp8-recipe delayed; use 'tensorwise' or 'blockwise', or {off}"
-            )
         if nodes > 1:
             return (
                 f"{name}: fp8 in a group of {nodes} nodes: operands with one byte an element stay inside a node; {off}"
             )
-        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
-        if capability < (8, 9) or (fp8 == "blockwise" and capability[0] != 9):
-            where = (
-                "cuBLASLt takes scales of blocks on Hopper"
-                if fp8 == "blockwise"
-                else "tensor cores multiply fp8 from Ada on"
-            )
+        if x.is_cuda and (where := no_fp8_on(x.device, fp8)) is not None:
             return f"{name}: fp8={fp8!r} on {torch.cuda.get_device_name(x.device)}: {where}; {off}"
         if x.is_cuda and x.dtype == torch.float32:
             return f"{name}: fp8 with {self.x_name} in float32: cuBLASLt gives bfloat16 or float16; cast it, or {off}"
-        misfit = misfit_in_fp8(fp8, self.global_rows(x, world_size), tuple(w.shape), world_size)
+        misfit = misfit_in_fp8(fp8, self.global_rows(x, world_size), tuple(w.shape), world_size, self.w_name)
         return None if misfit is None else f"{name}: fp8 with {misfit}; pad it, or {off}"
 
     @property

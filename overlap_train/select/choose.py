@@ -136,8 +136,9 @@ def untuned(
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
-    other = "scales of blocks are the library's" if pass_.blockwise else "no Hopper kernel for this GPU, dtype or shape"
-    why = f"estimated for {system.name}" if served else other
+    why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
+    if pass_.blockwise:
+        why = "products with a scale for each block are cuBLASLt's"
     return Choice(how, f"auto: not tuned: {why}")
 
 

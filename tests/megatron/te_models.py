@@ -214,7 +214,9 @@ def delayed_scales_are_transformer_engines() -> None:
     errors = [[float((a - b).norm() / b.norm()) for a, b in zip(one, expected, strict=True)] for one in found]
     assert max(errors[1]) < 0.1 and errors[1][0] < errors[0][0], errors
     assert all(
-        "fp8 delayed" in row.reason for row in report(model).linears if "mlp" in row.name and "layers.0" in row.name
+        "fp8 tensorwise, scales of TransformerEngine" in row.reason
+        for row in report(model).linears
+        if "mlp" in row.name and "layers.0" in row.name
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,7 +176,7 @@ def test_strange_numbers() -> None:
 def _given(rank: int, world: int, kind: str, kept: bool) -> dict[str, float]:
     """Errors against fp64 of what is rounded by given scales, which their owner changes between forward and backward, and of what
     it is told; of one linear between two ranks."""
-    case, errors, random = _case("chunked", torch.float32, fp8="delayed"), {}, torch.Generator().manual_seed(rank)
+    case, errors, random = _case("chunked", torch.float32, fp8="tensorwise"), {}, torch.Generator().manual_seed(rank)
     x, w, dy = (
         torch.randn(*shape, generator=random) for shape in ((32, 48), (32, 48), (64 if kind == "column" else 16, 32))
     )
@@ -232,9 +231,6 @@ def _refusals(rank: int, world: int) -> list[str]:
         lambda: all_to_all_linear(torch.ones(16, 16), torch.ones(16, 32), group=case.group, config=case.config),
         lambda: linear_reduce_scatter(torch.ones(32, 16), torch.ones(16, 16), group=case.group, config=case.config.by("fused")),
         lambda: all_gather_linear(
-            torch.ones(16, 16), torch.ones(16, 16), group=case.group, config=replace(case.config, fp8="delayed")
-        ),
-        lambda: all_gather_linear(
             torch.ones(16, 16), torch.ones(16, 16), group=case.group,
             config=case.config if rank else OverlapConfig(method="chunked", timeout_s=30.0),
         ),
@@ -249,9 +245,9 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_refusals_are_told_to_every_rank() -> None:
     for said in values(run_ranks(2, _refusals, limit_s=60)):
         patterns = (
-            "8 rows of all ranks: not a multiple of 16", r"a weight \(24, 16\)", "linear_all_reduce has no form in fp8",
+            "8 rows of all ranks: not a multiple of 16", r"w_shard_n \(24, 16\)", "linear_all_reduce has no form in fp8",
             "all_to_all_linear has no form in fp8", "method='fused' with fp8=.*Hopper",
-            "fp8='delayed' without w_shard_n.fp8_scales", "regather, fp8=tensorwise",
+            "regather, fp8=tensorwise",
         )  # fmt: skip
         assert all(map(re.search, patterns, said)), said
 

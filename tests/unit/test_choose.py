@@ -66,7 +66,7 @@ def test_scales_of_blocks_are_the_librarys() -> None:
         assert serving(NAMES, blocks) == ["chunked", "collective"]
         assert serving(NAMES, replace(blocks, m=1024)) == ["low_latency", "chunked", "collective"]
         choice = choose("auto", blocks, H200, table_of(Winner(one_scale, Method("fused"), {})))
-        assert choice.method == "chunked" and "scales of blocks" in choice.reason
+        assert choice.method == "chunked" and "a scale for each block" in choice.reason
 
 
 def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
