@@ -21,6 +21,7 @@ from overlap_train import (
     linear_dgrad_all_reduce,
     linear_reduce_scatter,
 )
+from overlap_train.ops.quantize import Given, GivenScales
 from tests.processes import run_ranks, values
 
 OPERATORS = (all_gather_linear, linear_reduce_scatter, linear_dgrad_all_reduce, linear_all_reduce)
@@ -210,6 +211,9 @@ def _in_fp8(backend: str, operator: Function) -> None:
             if copies is not None:
                 w.fp8_copies = copies
             _check(backend, _called(operator, _config(fp8=fp8)), x, w)
+    w = _leaf(16, 32)
+    w.fp8_scales = GivenScales(*[Given(torch.tensor(2.0), None)] * 3)
+    _check(backend, _called(operator, _config(fp8="tensorwise")), _leaf(32, 1, 32), w)
 
 
 def _broken_graphs(backend: str, operator: Function) -> None:

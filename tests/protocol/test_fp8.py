@@ -222,6 +222,23 @@ def test_scales_that_are_given_are_those_of_forward(kind: str, kept: bool) -> No
         assert len(errors) == 6 and max(errors.values()) < 1e-5, errors
 
 
+def _of_one_shape(rank: int, world: int, kind: str) -> list[float]:
+    """Means of y, of weights of one shape in turn. 0.9 is 0.875 in e4m3 by the scale 1, which is given, else 0.9."""
+    case, found = _case("chunked", torch.float32), []
+    x, given, plain = torch.full((16, 16), 0.9), torch.ones(16, 16), torch.ones(16, 16)
+    given.fp8_scales = GivenScales(*[Given(torch.ones(()), None)] * 3)  # type: ignore[attr-defined]
+    for w in (given, plain, given, plain):
+        found.append(float(OPERATORS[kind](x, w, group=case.group, config=case.config).mean()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_weights_of_one_shape_have_scales_or_have_none(kind: str) -> None:
+    summed = 16 * (2 if kind == "row" else 1)
+    for found in values(run_ranks(2, _of_one_shape, kind, limit_s=60)):
+        assert found == pytest.approx([0.875 * summed, 0.9 * summed] * 2)
+
+
 def _refusals(rank: int, world: int) -> list[str]:
     case, said = _case("chunked", torch.float32), []
     calls = (
