@@ -21,6 +21,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
 from overlap_train import OverlapConfig
 from overlap_train.config import SLOTS, check_type
+from overlap_train.integrations.megatron.ahead import CompileAhead
 from overlap_train.integrations.megatron.attention import (
     UlyssesSelfAttention,
     core_of_rank,
@@ -38,7 +39,6 @@ from overlap_train.integrations.megatron.experts import (
     why_not_experts,
 )
 from overlap_train.integrations.megatron.linears import (
-    CompileAhead,
     Model,
     chunks_of,
     fused_mlp,

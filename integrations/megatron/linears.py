@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,6 @@ from overlap_train.integrations.megatron.te_norm import (
 from overlap_train.integrations.megatron.te_scales import has_delayed_scales, scales_of, update_after_backward
 from overlap_train.integrations.megatron.weight_copies import plain, renew_copies
 from overlap_train.ops.plan import Plan
-from overlap_train.ops.plan_cache import Foreseen, foresee
 from overlap_train.ops.spec import (
     ALL_GATHER_LINEAR,
     LINEAR_ALL_REDUCE,
@@ -63,6 +62,9 @@ from overlap_train.ops.spec import (
     OperatorSpec,
 )
 from overlap_train.select.autotune import Autotune
+
+if TYPE_CHECKING:
+    from overlap_train.integrations.megatron.ahead import CompileAhead
 
 OWN = (ColumnParallelLinear, RowParallelLinear)
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -151,7 +153,7 @@ class LinearOverlap:
 
 
 # By whether it is a row linear, and under sequence parallelism.
-_OPERATORS: dict[tuple[bool, bool], tuple[OperatorSpec, Callable[..., torch.Tensor]]] = {
+OPERATORS: dict[tuple[bool, bool], tuple[OperatorSpec, Callable[..., torch.Tensor]]] = {
     (False, True): (ALL_GATHER_LINEAR, all_gather_linear),
     (True, True): (LINEAR_REDUCE_SCATTER, linear_reduce_scatter),
     (False, False): (LINEAR_DGRAD_ALL_REDUCE, linear_dgrad_all_reduce),
@@ -159,40 +161,12 @@ _OPERATORS: dict[tuple[bool, bool], tuple[OperatorSpec, Callable[..., torch.Tens
 }
 
 
-class CompileAhead:
-    """Starts to compile, in the first call of a linear of a model, what all linears of its group launch. Llama-3 8B's first step
-    took 22 s when each linear began with its own kernels, 4 s with all of them in Triton's cache (four ranks, 16 cores)."""
-
-    def __init__(self, group: dist.ProcessGroup, linears: Sequence[Any]) -> None:
-        self._group, self._linears = group, [linear for linear in linears if linear.tp_group is group]
-        for linear in self._linears:
-            linear.overlap.ahead = self
-
-    def start(self, name: str, plan: Plan) -> None:
-        """In the first call, which has this plan. name: of its linear."""
-        linears, self._linears = self._linears, []
-        for linear in linears:
-            linear.overlap.ahead = None
-        foresee(self._group, plan.rows, filter(None, map(foreseen, linears)), name)
-
-
-def foreseen(linear: Any) -> Foreseen | None:
-    """What calls of an overlapped linear will be like. None: nothing is sent for it, or its weight comes with the call."""
-    weight, overlap = linear.weight, linear.overlap
-    if weight is None or standing_reason(linear, weight) is not None:
-        return None
-    spec = _OPERATORS[attribute(linear, "input_is_parallel", False), linear.sequence_parallel][0]
-    # By TransformerEngine's context most layers are in fp8, whatever the one that is called first is.
-    fp8 = our_fp8(linear.config) if overlap.slot != "output" else None
-    return Foreseen(spec, weight, biases(linear)[0], replace(overlap.config, fp8=fp8 or overlap.fp8_of(linear)))
-
-
 def product(
     linear: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, settings: dict[str, Any]
 ) -> torch.Tensor:
     """x [s/W, b, K] -> y [s, b, N/W], of a row linear x [s, b, K/W] -> y [s/W, b, N]: all linears overlap here. Without sequence
     parallelism every rank has all rows of x, or y. settings: settings_of()."""
-    operator = _OPERATORS[attribute(linear, "input_is_parallel", False), linear.sequence_parallel][1]
+    operator = OPERATORS[attribute(linear, "input_is_parallel", False), linear.sequence_parallel][1]
     return linear.overlap.watched(operator(x, weight, bias, **settings))
 
 

@@ -24,7 +24,7 @@ from overlap_train.integrations.megatron import (
     gpt_block_spec,
     report,
 )
-from overlap_train.integrations.megatron import linears as under_test
+from overlap_train.integrations.megatron.linears import overlapped_linears
 from overlap_train.ops.plan_cache import made_cache
 from tests.megatron.linears import assert_same, column_pair, model_config, row_pair, run
 from tests.megatron.models import LLAMA, Recipe, batches, forward_backward, gpt, quietly_enable, wrap
@@ -306,13 +306,16 @@ def test_what_is_foreseen_at_the_first_call_is_what_all_linears_plan(sequence_pa
     model = gpt(recipe)
     quietly_enable(model, OverlapConfig())
     asked = []
-    with mock.patch.object(under_test, "foresee", lambda *call: asked.append((*call[:2], list(call[2]), call[3]))):
+    with mock.patch(
+        "overlap_train.integrations.megatron.ahead.foresee",
+        lambda *call: asked.append((*call[:2], list(call[2]), call[3])),
+    ):
         forward_backward(recipe, wrap(recipe, model), batches())
     ((group, rows, calls, name),) = asked
     assert name == "decoder.layers.0.self_attention.linear_qkv" and len(calls) == 2 * 4 + 1
     found = {w: plan for plan, (x, w, bias) in made_cache(made_domain(group)).foreseen(rows, calls)}
     assert len(found) == 5
-    for linear in under_test.overlapped_linears(model)[:4]:
+    for linear in overlapped_linears(model)[:4]:
         plan = linear.overlap.plan
         # Neither where a weight gradient goes nor the number of x's dimensions changes what is compiled.
         same = replace(found[linear.weight], config=plan.config, request=plan.request)
