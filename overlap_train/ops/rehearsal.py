@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
+from ..group.memory import Request
 from ..group.signals import Tag
 from ..group.slots import Call, Slot
 from ..group.waits import BoundedWaits
@@ -32,13 +33,13 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 class _Rehearsal(Workspace):
     """Slots without memory, whose calls describe what they would launch."""
 
-    def __init__(self, domain: OverlapDomain) -> None:
+    def __init__(self, domain: OverlapDomain, request: Request) -> None:
+        """request: for it the heap may have to grow first."""
         self.launches: list[Launch] = []
+        layout = domain.layout.covering(request.slot_bytes, request.flagged_bytes)
         waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
-        heap: Any = SimpleNamespace(
-            view=lambda peer: torch.empty(domain.layout.nbytes, dtype=torch.uint8, device="meta")
-        )
-        super().__init__(heap, domain.layout, torch.device("meta"), waits)
+        heap: Any = SimpleNamespace(view=lambda peer: torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
+        super().__init__(heap, layout, torch.device("meta"), waits)
 
     def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
         call = super()._new_call(slot, block_shape, dtype, chunks)
@@ -82,7 +83,7 @@ def launches_of(
     in_blocks = plan.config.fp8 == "blockwise"  # by the library
     if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or in_blocks:
         return []
-    workspace, here = _Rehearsal(domain), copy.copy(domain)
+    workspace, here = _Rehearsal(domain, plan.request), copy.copy(domain)
     here.workspace, here.engine = workspace, cast(Any, _NoCopies())
     with torch.no_grad(), _disable_current_modes():  # that of selective checkpointing would count these products
         for engine, b_kn in passes:
