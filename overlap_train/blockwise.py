@@ -17,11 +17,12 @@ import torch
 
 from .fp8 import copies_of
 from .group.domain import profiled
-from .ops.blocks import Columns, columns_of, new_columns, new_packed, row_bytes, squares, write_pieces
+from .ops.blocks import Columns, columns_of, new_columns, new_packed, squares, write_pieces
 from .ops.planned import PlannedOp
 from .ops.product import BlockMatrix
 from .ops.quantize import Quantized
 from .ops.wgrad import WeightGradient
+from .select.method import packed_bytes
 
 
 def _weight(linear: PlannedOp, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
@@ -48,7 +49,7 @@ def _by_columns(linear: PlannedOp, w: torch.Tensor) -> BlockMatrix:
 
 def _side_by_side(linear: PlannedOp, x: torch.Tensor) -> torch.Tensor:
     """x [M/W, K] in packed rows and, behind them, packed columns."""
-    both, width = new_packed(x, twice=True), row_bytes(x.shape[1])
+    both, width = new_packed(x, twice=True), packed_bytes(x.shape[1])
     write_pieces(linear.domain, x, both[:, :width], both[:, width:])
     return both
 
@@ -64,7 +65,7 @@ def column_forward(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
     """(y_shard_n [M, N/W], what backward wants: x by columns of all ranks, if that is kept; else, if the weight `trains`, this
     rank's, packed, and None)."""
-    domain, plan, width = linear.domain, linear.plan, row_bytes(x_shard_m.shape[1])
+    domain, plan, width = linear.domain, linear.plan, packed_bytes(x_shard_m.shape[1])
     bias = bias if bias is None else bias.contiguous()  # the library reads it so
     saved: tuple[torch.Tensor | None, ...] = (None, None)
     with linear.forward:
@@ -140,6 +141,6 @@ def row_backward(
             if dw is not None:
                 gather.keep_own(plan.dgrad)
         if dw is not None:
-            dy = columns_of(domain, gather.gathered_view()[:, row_bytes(n) :], n)
+            dy = columns_of(domain, gather.gathered_view()[:, packed_bytes(n) :], n)
             _add(linear, dw, dy, Columns(*saved))
     return dx_shard_k

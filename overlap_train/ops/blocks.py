@@ -22,6 +22,7 @@ import torch
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
+from ..select.method import packed_bytes
 from .quantize import FORWARD, Quantized, transposed, turned_scales
 
 BLOCK = 128
@@ -38,14 +39,9 @@ class Columns(NamedTuple):
     inverse: torch.Tensor
 
 
-def row_bytes(features: int) -> int:
-    """Of a packed row."""
-    return -(-features * 33 // 512) * 16
-
-
 def new_packed(x: torch.Tensor, twice: bool = False) -> torch.Tensor:
     """Room for packed rows of x [M, K]; twice: and for packed columns behind them, in the same rows."""
-    return x.new_empty(len(x), row_bytes(x.shape[1]) * (1 + twice), dtype=FORWARD)
+    return x.new_empty(len(x), packed_bytes(x.shape[1]) * (1 + twice), dtype=FORWARD)
 
 
 def new_columns(x: torch.Tensor) -> Columns:

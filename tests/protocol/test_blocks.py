@@ -13,6 +13,7 @@ from overlap_train.gpu.launch import LaunchCache
 from overlap_train.ops import blocks
 from overlap_train.ops.product import BlockMatrix
 from overlap_train.ops.quantize import Fp8Copies
+from overlap_train.select.method import packed_bytes
 from tests.protocol.test_quantize import keeps_its_exponent
 
 CPU: Any = SimpleNamespace(on_gpu=False)
@@ -81,7 +82,7 @@ def test_the_kernels_are_torchs(m: int, k: int) -> None:
     for value in (x, strange):
         outputs = []
         for domain in (CPU, INTERPRETED):
-            both, apart, width = blocks.new_packed(value, twice=True), blocks.new_columns(value), blocks.row_bytes(k)
+            both, apart, width = blocks.new_packed(value, twice=True), blocks.new_columns(value), packed_bytes(k)
             blocks.write_pieces(domain, value, both[:, :width], both[:, width:])
             blocks.write_pieces(domain, value, None, apart)
             gathered = blocks.columns_of(domain, both[:, width:], k)
@@ -106,7 +107,7 @@ def test_products_are_those_of_the_numbers() -> None:
     """With squares on the right, and with pieces on both sides, of odd counts of blocks; packed rows alone or side by side."""
     x, w, dy = matrix(256, 640).nan_to_num(1.0, 1.0, 1.0), torch.randn(384, 640), torch.randn(256, 384)
     x = x.clamp(-100, 100)
-    both, width = blocks.new_packed(x, twice=True), blocks.row_bytes(640)
+    both, width = blocks.new_packed(x, twice=True), packed_bytes(640)
     blocks.write_pieces(CPU, x, both[:, :width], both[:, width:])
     w8 = blocks.squares(CPU, w, True, True)
     by_rows, of_w = (by_formula(one, height, 128) for one, height in ((x, 1), (w, 128)))
