@@ -36,7 +36,7 @@ from ...ops.product import BlockMatrix, Fp8Matrix, Right
 from ...ops.quantize import FORWARD, quantized_by_torch
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
-from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
+from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes, packed_bytes
 from .cases import OPERATORS, Case
 from .check import ROUNDINGS, ROUNDINGS_IN_FP8, check
 from .results import Results
@@ -90,8 +90,10 @@ def in_fp8(o: Operands, case: Case, session: Session) -> Operands:
     as it is. Collective."""
     assert isinstance(o.right, torch.Tensor)
     if session.fp8 == "blockwise":
-        domain, packed = domain_of(session.world.group, session.config, session.world.device), new_packed(o.left)
-        write_pieces(domain, o.left, packed, None)
+        domain = domain_of(session.world.group, session.config, session.world.device)
+        twice = case.planned(session.world.size, session.dtype, session.fp8).twice
+        packed, width = new_packed(o.left, twice), packed_bytes(o.left.shape[1])
+        write_pieces(domain, o.left, packed[:, :width], packed[:, width:] if twice else None)
         w8 = squares(domain, o.right.t(), True, False)
         assert w8.rows is not None
         matrix_of_blocks = BlockMatrix(w8.rows, w8.inverse, o.left.dtype)
