@@ -98,8 +98,8 @@ def quantize_pieces_kernel(
     """x [M, K] -> its pieces of BLOCK elements along K, and along M, each with its own scale. A program for each square.
 
     Packed rows lie `stride` bytes apart. Behind the numbers of a row are K/BLOCK inverse scales, from row_scales on: its own. Of
-    packed columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written; columns:
-    PACKED, or columns [K, M] and column_scales [M/BLOCK, K].
+    packed columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written: PACKED, or
+    rows [M, K] with row_scales [M/stride, K/BLOCK, stride], and columns [K, M] with column_scales [M/BLOCK, K].
     """
     pieces = k // BLOCK
     tile_m, tile_k = tl.program_id(0) // pieces, tl.program_id(0) % pieces
@@ -109,8 +109,14 @@ def quantize_pieces_kernel(
     size = tl.where(x != x, 0.0, tl.abs(x))
     if ROWS:
         scale = scale_of_block(tl.max(size, axis=1), MOST)
-        tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
-        tl.store(row_scales_ptr + row * (stride // 4) + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
+        if PACKED:
+            tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
+            place = row * (stride // 4) + tile_k
+        else:
+            tl.store(by_rows_ptr + row[:, None] * k + col[None, :], scaled(x, scale[:, None], MOST))
+            part = tile_m * BLOCK // stride
+            place = (part * (pieces - 1) + tile_k).to(tl.int64) * stride + row
+        tl.store(row_scales_ptr + place, tl.div_rn(1.0 + 0.0 * scale, scale))
     if COLUMNS:
         scale = scale_of_block(tl.max(size, axis=0), MOST)
         if PACKED:

@@ -113,15 +113,18 @@ def test_blocks_are_transformer_engines(device: torch.device, m: int, k: int) ->
     pieces, squares = (
         Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=dim)(x) for dim in (1, 2)
     )
-    packed, columns, w8 = blocks.new_packed(x), blocks.new_columns(x), blocks.squares(domain, x, True, True)
-    blocks.write_pieces(domain, x, packed, columns)
+    packed, rows, columns = blocks.new_packed(x), blocks.new_rows(x), blocks.new_columns(x)
+    blocks.write_pieces(domain, x, packed, None)
+    blocks.write_pieces(domain, x, rows, columns)
+    w8 = blocks.squares(domain, x, True, True)
     for ours, theirs in (
-        (packed[:, :k], pieces._rowwise_data), (columns.numbers, pieces._columnwise_data),
+        (packed[:, :k], pieces._rowwise_data), (rows.numbers, pieces._rowwise_data), (columns.numbers, pieces._columnwise_data),
         (w8.rows, squares._rowwise_data), (w8.columns, squares._columnwise_data),
     ):  # fmt: skip
         assert torch.equal(ours.view(torch.uint8), theirs)
     for ours, theirs, count in (
-        (blocks.tails(packed, k).t(), pieces._rowwise_scale_inv, m), (columns.inverse, pieces._columnwise_scale_inv, k),
+        (blocks.tails(packed, k).t(), pieces._rowwise_scale_inv, m), (rows.inverse, pieces._rowwise_scale_inv, m),
+        (columns.inverse, pieces._columnwise_scale_inv, k),
         (w8.inverse, squares._rowwise_scale_inv, k // 128), (w8.inverse_of_columns, squares._columnwise_scale_inv, m // 128),
     ):  # fmt: skip
         assert torch.equal(ours[:, :count], theirs[:, :count])
