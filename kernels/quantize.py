@@ -35,14 +35,14 @@ def scale_of(amax_ptr, count, MOST: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def quantize_kernel(
-    x_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, inverse_ptr, largest_ptr, m, k, count, MOST: tl.constexpr,
-    PADDED: tl.constexpr, GIVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, inverse_ptr, told_ptr, m, k, count, MOST: tl.constexpr,
+    PADDED: tl.constexpr, GIVEN: tl.constexpr, TELLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x [M, K] -> rows [M, K], columns [K, M], inverse [1] fp32 = 1 / scale. A program for each tile [BLOCK_M, BLOCK_K].
 
-    amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written. GIVEN: amax is the scale itself,
-    and largest [programs] fp32 gets the largest magnitude of each tile, of which NaN is none.
+    amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written. GIVEN: amax is the scale itself.
+    TELLS: told [1] fp32, not negative, is raised to the largest magnitude, of which NaN is none.
     """
     scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
     tiles_k = tl.cdiv(k, BLOCK_K)
@@ -50,9 +50,10 @@ def quantize_kernel(
     col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     inside = (row < m) & (col < k)
     x = tl.load(x_ptr + row * k + col, mask=inside, other=0.0).to(tl.float32)
-    if GIVEN:
+    if TELLS:
         largest = tl.max(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), axis=0)
-        tl.store(largest_ptr + tl.program_id(0), largest)
+        bits = told_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        tl.atomic_max(bits, largest.to(tl.int32, bitcast=True), sem="relaxed")
     x *= scale
     x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -MOST), MOST))
     x8 = x.to(by_rows_ptr.dtype.element_ty)
@@ -97,8 +98,8 @@ def quantize_pieces_kernel(
     """x [M, K] -> its pieces of BLOCK elements along K, and along M, each with its own scale. A program for each square.
 
     Packed rows lie `stride` bytes apart. Behind the numbers of a row are K/BLOCK inverse scales, from row_scales on: its own. Of
-    packed columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written; columns:
-    PACKED, or columns [K, M] and column_scales [M/BLOCK, K].
+    packed columns BLOCK rows have those of K columns there, one after the other. ROWS, COLUMNS: which are written: PACKED, or
+    rows [M, K] with row_scales [M/stride, K/BLOCK, stride], and columns [K, M] with column_scales [M/BLOCK, K].
     """
     pieces = k // BLOCK
     tile_m, tile_k = tl.program_id(0) // pieces, tl.program_id(0) % pieces
@@ -108,8 +109,14 @@ def quantize_pieces_kernel(
     size = tl.where(x != x, 0.0, tl.abs(x))
     if ROWS:
         scale = scale_of_block(tl.max(size, axis=1), MOST)
-        tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
-        tl.store(row_scales_ptr + row * (stride // 4) + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
+        if PACKED:
+            tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
+            place = row * (stride // 4) + tile_k
+        else:
+            tl.store(by_rows_ptr + row[:, None] * k + col[None, :], scaled(x, scale[:, None], MOST))
+            part = tile_m * BLOCK // stride
+            place = (part * (pieces - 1) + tile_k).to(tl.int64) * stride + row
+        tl.store(row_scales_ptr + place, tl.div_rn(1.0 + 0.0 * scale, scale))
     if COLUMNS:
         scale = scale_of_block(tl.max(size, axis=0), MOST)
         if PACKED:

@@ -17,11 +17,13 @@ import torch
 
 from .fp8 import copies_of
 from .group.domain import profiled
-from .ops.blocks import Columns, columns_of, new_columns, new_packed, row_bytes, squares, write_pieces
+from .ops.blocks import Pieces, columns_of, new_columns, new_packed, new_rows, squares, write_pieces
+from .ops.plan import EnginePlan
 from .ops.planned import PlannedOp
 from .ops.product import BlockMatrix
 from .ops.quantize import Quantized
 from .ops.wgrad import WeightGradient
+from .select.method import packed_bytes
 
 
 def _weight(linear: PlannedOp, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
@@ -34,28 +36,33 @@ def _weight(linear: PlannedOp, w: torch.Tensor, rows: bool, columns: bool) -> Qu
     return copies.of(linear.domain, w, columns, squares)
 
 
-def _by_rows(linear: PlannedOp, w: torch.Tensor, wants_dx: bool) -> BlockMatrix:
+def _by_rows(linear: PlannedOp, w: torch.Tensor, wants_dx: bool, x_inverse: torch.Tensor | None = None) -> BlockMatrix:
     w8 = _weight(linear, w, True, wants_dx)
     assert w8.rows is not None
-    return BlockMatrix(w8.rows, w8.inverse, linear.plan.dtype)
+    return BlockMatrix(w8.rows, w8.inverse, linear.plan.dtype, x_inverse)
 
 
-def _by_columns(linear: PlannedOp, w: torch.Tensor) -> BlockMatrix:
+def _by_columns(linear: PlannedOp, w: torch.Tensor, dy_inverse: torch.Tensor | None = None) -> BlockMatrix:
     w8 = _weight(linear, w, False, True)
     assert w8.columns is not None and w8.inverse_of_columns is not None
-    return BlockMatrix(w8.columns, w8.inverse_of_columns, linear.plan.dtype)
+    return BlockMatrix(w8.columns, w8.inverse_of_columns, linear.plan.dtype, dy_inverse)
+
+
+def _new_rows(linear: PlannedOp, scatter: EnginePlan, x: torch.Tensor) -> Pieces:
+    """Room for x [M, K] as a scatter multiplies it, which sends nothing of it."""
+    return new_rows(x, linear.domain.world_size if scatter.method == "chunked" else 1)
 
 
 def _side_by_side(linear: PlannedOp, x: torch.Tensor) -> torch.Tensor:
     """x [M/W, K] in packed rows and, behind them, packed columns."""
-    both, width = new_packed(x, twice=True), row_bytes(x.shape[1])
+    both, width = new_packed(x, twice=True), packed_bytes(x.shape[1])
     write_pieces(linear.domain, x, both[:, :width], both[:, width:])
     return both
 
 
-def _add(linear: PlannedOp, dw: WeightGradient, dy: Columns, x: Columns) -> None:
+def _add(linear: PlannedOp, dw: WeightGradient, dy: Pieces, x: Pieces) -> None:
     with profiled(linear.tags.ranges[2]):
-        dw.add_scaled(dy.numbers, BlockMatrix(x.numbers, x.inverse, linear.plan.dtype, dy.inverse))
+        dw.add_scaled(dy.numbers, BlockMatrix(x.numbers, x.inverse, linear.plan.dtype, dy.inverse, in_pieces=True))
 
 
 def column_forward(
@@ -64,7 +71,7 @@ def column_forward(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:  # fmt: skip
     """(y_shard_n [M, N/W], what backward wants: x by columns of all ranks, if that is kept; else, if the weight `trains`, this
     rank's, packed, and None)."""
-    domain, plan, width = linear.domain, linear.plan, row_bytes(x_shard_m.shape[1])
+    domain, plan, width = linear.domain, linear.plan, packed_bytes(x_shard_m.shape[1])
     bias = bias if bias is None else bias.contiguous()  # the library reads it so
     saved: tuple[torch.Tensor | None, ...] = (None, None)
     with linear.forward:
@@ -91,17 +98,17 @@ def column_backward(
     with linear.backward[wants_dx, dw is not None]:
         if dw is not None and plan.wgrad is not None:
             gather = plan.wgrad.start(domain, tags.wgrad, saved[0])
-        dy = new_packed(dy_shard_n) if wants_dx else None
+        dgrad = plan.dgrad_alone if dw is None or dw.is_delayed else plan.dgrad
+        dy = _new_rows(linear, dgrad, dy_shard_n) if wants_dx else None
         dy_columns = None if dw is None else new_columns(dy_shard_n)
         write_pieces(domain, dy_shard_n, dy, dy_columns)
         if dy is not None:
-            dgrad = plan.dgrad_alone if dw is None or dw.is_delayed else plan.dgrad
-            scatter = dgrad.start(domain, tags.dgrad, dy, _by_columns(linear, w_shard_n))
+            scatter = dgrad.start(domain, tags.dgrad, dy.numbers, _by_columns(linear, w_shard_n, dy.inverse))
             if gather is not None:
                 gather.keep_own(dgrad)
         if dw is not None and dy_columns is not None:
             k = w_shard_n.shape[1]
-            x = Columns(*saved) if gather is None else columns_of(domain, gather.gathered_view(), k)
+            x = Pieces(*saved) if gather is None else columns_of(domain, gather.gathered_view(), k)
             _add(linear, dw, dy_columns, x)
         if scatter is not None:
             dx_shard_m = scatter.finish()
@@ -116,10 +123,10 @@ def row_forward(
     domain, plan = linear.domain, linear.plan
     bias = bias if bias is None else bias.contiguous()  # kernels read it so
     with linear.forward:
-        x, columns = new_packed(x_shard_k), new_columns(x_shard_k) if trains else None
+        x, columns = _new_rows(linear, plan.fprop, x_shard_k), new_columns(x_shard_k) if trains else None
         write_pieces(domain, x_shard_k, x, columns)
-        right = _by_rows(linear, w_shard_k, wants_dx)
-        y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x, right, bias).finish()
+        right = _by_rows(linear, w_shard_k, wants_dx, x.inverse)
+        y_shard_m = plan.fprop.start(domain, linear.tags.fprop, x.numbers, right, bias).finish()
         return y_shard_m, columns or (None, None)
 
 
@@ -140,6 +147,6 @@ def row_backward(
             if dw is not None:
                 gather.keep_own(plan.dgrad)
         if dw is not None:
-            dy = columns_of(domain, gather.gathered_view()[:, row_bytes(n) :], n)
-            _add(linear, dw, dy, Columns(*saved))
+            dy = columns_of(domain, gather.gathered_view()[:, packed_bytes(n) :], n)
+            _add(linear, dw, dy, Pieces(*saved))
     return dx_shard_k

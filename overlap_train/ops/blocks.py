@@ -22,6 +22,7 @@ import torch
 
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
+from ..select.method import packed_bytes
 from .quantize import FORWARD, Quantized, transposed, turned_scales
 
 BLOCK = 128
@@ -31,28 +32,31 @@ _PIECES = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_s
 _SQUARES = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr")
 
 
-class Columns(NamedTuple):
-    """x [M, K] by columns, as an operand of a weight gradient: numbers e4m3 [K, M], inverse fp32 [M/128, K]."""
+class Pieces(NamedTuple):
+    """x [M, K] as the library multiplies it: by columns numbers e4m3 [K, M], inverse fp32 [M/128, K]; by rows [M, K], [K/128, M],
+    or, where the rows of each rank are multiplied apart, inverse [W, K/128, M/W]."""
 
     numbers: torch.Tensor
     inverse: torch.Tensor
 
 
-def row_bytes(features: int) -> int:
-    """Of a packed row."""
-    return -(-features * 33 // 512) * 16
-
-
 def new_packed(x: torch.Tensor, twice: bool = False) -> torch.Tensor:
     """Room for packed rows of x [M, K]; twice: and for packed columns behind them, in the same rows."""
-    return x.new_empty(len(x), row_bytes(x.shape[1]) * (1 + twice), dtype=FORWARD)
+    return x.new_empty(len(x), packed_bytes(x.shape[1]) * (1 + twice), dtype=FORWARD)
 
 
-def new_columns(x: torch.Tensor) -> Columns:
+def new_columns(x: torch.Tensor) -> Pieces:
     """Room for x [M, K] by columns."""
-    return Columns(
+    return Pieces(
         x.new_empty(x.shape[::-1], dtype=FORWARD), x.new_empty(len(x) // BLOCK, x.shape[1], dtype=torch.float32)
     )
+
+
+def new_rows(x: torch.Tensor, ranks: int = 1) -> Pieces:
+    """Room for x [M, K] by rows. ranks: whose rows are multiplied apart."""
+    shape = (x.shape[1] // BLOCK, len(x) // ranks)
+    inverse = x.new_empty(shape if ranks == 1 else (ranks, *shape), dtype=torch.float32)
+    return Pieces(x.new_empty(x.shape, dtype=FORWARD), inverse)
 
 
 def tails(packed: torch.Tensor, features: int) -> torch.Tensor:
@@ -60,16 +64,16 @@ def tails(packed: torch.Tensor, features: int) -> torch.Tensor:
     return packed[:, features : features + features // 32].view(torch.float32)
 
 
-def columns_of(domain: OverlapDomain, packed: torch.Tensor, features: int) -> Columns:
+def columns_of(domain: OverlapDomain, packed: torch.Tensor, features: int) -> Pieces:
     """Packed columns of all ranks [M, *], as products want them."""
     inverse = tails(packed, features).contiguous().view(-1, features)
-    return Columns(transposed(domain, packed[:, :features]), inverse)
+    return Pieces(transposed(domain, packed[:, :features]), inverse)
 
 
 def write_pieces(
-    domain: OverlapDomain, x: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | Columns | None
+    domain: OverlapDomain, x: torch.Tensor, rows: torch.Tensor | Pieces | None, columns: torch.Tensor | Pieces | None
 ) -> None:
-    """Fill packed rows, and columns or packed columns, with x [M, K] in pieces. None: not asked for."""
+    """Fill rows and columns, both packed, or neither, with x [M, K] in pieces. None: not asked for."""
     if not domain.on_gpu:
         _write_by_torch(x, rows, columns)
         return
@@ -78,9 +82,10 @@ def write_pieces(
         (one, tails(one, k)) if isinstance(one, torch.Tensor) else one for one in (rows, columns) if one is not None
     ]
     tensors = dict(zip(_PIECES, (x, *outputs[0], *outputs[-1]), strict=True))
-    is_packed = isinstance(columns, torch.Tensor)
+    is_packed = isinstance(rows, torch.Tensor) or isinstance(columns, torch.Tensor)
     told = dict(ROWS=rows is not None, COLUMNS=columns is not None, PACKED=is_packed)
-    _run(domain, "quantize_pieces_kernel", tensors, outputs[0][0].stride(0), told)
+    stride = outputs[0][0].stride(0) if is_packed else outputs[0][1].shape[-1]
+    _run(domain, "quantize_pieces_kernel", tensors, stride, told)
 
 
 def squares(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
@@ -115,12 +120,17 @@ def _by_torch(x: torch.Tensor, height: int) -> tuple[torch.Tensor, torch.Tensor]
     return times(x, scale.repeat_interleave(height, 0)).clamp(-_MOST, _MOST).to(FORWARD), 1 / scale
 
 
-def _write_by_torch(x: torch.Tensor, rows: torch.Tensor | None, columns: torch.Tensor | Columns | None) -> None:
+def _write_by_torch(x: torch.Tensor, rows: torch.Tensor | Pieces | None, columns: torch.Tensor | Pieces | None) -> None:
     (m, k), by_columns = x.shape, None if columns is None else _by_torch(x.t().contiguous(), 1)
     if rows is not None:
         numbers, inverse = _by_torch(x.contiguous(), 1)
-        rows[:, :k].copy_(numbers)
-        tails(rows, k).copy_(inverse)
+        if isinstance(rows, torch.Tensor):
+            rows[:, :k].copy_(numbers)
+            tails(rows, k).copy_(inverse)
+        else:
+            rows.numbers.copy_(numbers)
+            apart = inverse.view(-1, rows.inverse.shape[-1], k // BLOCK).transpose(1, 2)
+            rows.inverse.copy_(apart.reshape(rows.inverse.shape))
     if by_columns is None or columns is None:
         return
     numbers, inverse = by_columns[0], by_columns[1].t()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ from ..group.slots import Call
 from . import collective as collectives
 from . import launch, low_latency
 from .launch import aligned, bias_argument
-from .product import Right, product
+from .product import BlockMatrix, Right, product
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -73,9 +73,12 @@ class ChunkedGemmReduceScatter(GemmReduceScatter):
         multiply = torch.mm if isinstance(self._b, torch.Tensor) else partial(product, None)
         rows = self._a.view(world, m // world, k)  # strided or expanded, too; unflatten takes 2 us more
         for target, transfers in self._plan.transfers.by_target:
-            multiply(rows[target], self._b, out=self._partials[target])
+            multiply(rows[target], self._right(target), out=self._partials[target])
             domain.engine.push(self._partials, self._call.routes(transfers))
-        multiply(rows[domain.rank], self._b, out=self._partials[domain.rank])
+        multiply(rows[domain.rank], self._right(domain.rank), out=self._partials[domain.rank])
+
+    def _right(self, target: int) -> Any:
+        return self._b.of_rank(target) if isinstance(self._b, BlockMatrix) else self._b
 
     def finish(self) -> torch.Tensor:
         return reduce_partials(self._domain, self._call, self._partials[self._domain.rank], self._bias)

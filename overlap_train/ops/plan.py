@@ -32,7 +32,6 @@ from ..select.tiles import (
     portable_tile,
     tma_reads_weight,
 )
-from .blocks import row_bytes
 from .launch import MOST_DIRECT_PEERS
 from .quantize import AMAX_BYTES
 from .spec import OperatorSpec, shapes_of
@@ -225,14 +224,19 @@ def takes_scales(config: OverlapConfig | None, w: torch.Tensor) -> bool:
     return config is not None and config.fp8 not in ("off", "blockwise") and hasattr(w, "fp8_scales")
 
 
+def fprop_of(spec: OperatorSpec, config: OverlapConfig, world: int, x: torch.Tensor, w: torch.Tensor) -> Pass:
+    """The forward pass of `spec`, were its rows sharded, with operands like x and w."""
+    n, k, blockwise = w.shape[:1].numel(), w.shape[-1:].numel(), config.fp8 == "blockwise"
+    twice = blockwise and spec.sends_input and config.gathered_input == "keep"
+    return Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world, config.fp8 != "off", blockwise, twice)
+
+
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
     device, world = x.device, topology.world
-    n, k = w.shape[:1].numel(), w.shape[-1:].numel()
-    fp8, blockwise = config.fp8 != "off", config.fp8 == "blockwise"
-    first = Pass(spec.fprop, spec.global_rows(x, world), n, k, x.dtype, world, fp8, blockwise)
+    first = fprop_of(spec, config, world, x, w)
     planner = planner_of(topology, config)
     if spec.replicated:
         return _all_reducing(spec, config, planner, first, x, w)
@@ -252,13 +256,12 @@ def make_plan(
         fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
     given = takes_scales(config, w)
-    amax = planner.amax_gather(fprop, device) if fp8 and not blockwise and not given else None
+    amax = planner.amax_gather(fprop, device) if first.fp8 and not first.blockwise and not given else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
-    how += f", fp8={config.fp8}{', scales given' * given}" * fp8
+    how += f", fp8={config.fp8}{', scales given' * given}" * first.fp8
     methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}
-    received = spec.slot_bytes(x, w, world)
-    if blockwise:  # rows may carry both roundings
-        received = max(received, first.m * 2 * row_bytes(k if spec.sends_input else n))
+    passes = (first, first.dgrad) if spec.multiplies else ()
+    received = max((one.received_bytes for one in passes), default=spec.slot_bytes(x, w, world))
     words = received if LOW_LATENCY in methods else 0
     if amax is not None and amax.method == LOW_LATENCY:
         words = max(words, AMAX_BYTES * world)

@@ -48,13 +48,15 @@ class BlockMatrix(NamedTuple):
     """The right operand b [K, N] of a product of e4m3 with a scale for each block (blocks.py). Sums are in fp32.
 
     b_nk: [N, K], contiguous. b_inverse: its inverse scales: of squares [N/128, K/128 up to a multiple of 4]; of pieces, as in a
-    weight gradient, [K/128, N]. a_inverse: those of the left operand, [K/128, M]; None: it comes in packed rows.
+    weight gradient, [K/128, N]. a_inverse: those of the left operand, [K/128, M], or of an engine that multiplies the rows of one
+    rank after the other, [W, K/128, M/W]; None: it comes in packed rows.
     """
 
     b_nk: torch.Tensor
     b_inverse: torch.Tensor
     dtype: torch.dtype
     a_inverse: torch.Tensor | None = None
+    in_pieces: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,7 +72,7 @@ class BlockMatrix(NamedTuple):
         """As Fp8Matrix's; a_mk: [M, *] packed, or [M, K]."""
         if a_mk.is_cuda:
             a_mk, a_inverse = self._left(a_mk)
-            of_b = _SQUARES if self.a_inverse is None else _PIECES
+            of_b = _PIECES if self.in_pieces else _SQUARES
             out = a_mk.new_empty(len(a_mk), self.shape[1], dtype=self.dtype) if out is None else out
             told: Any = [a_inverse.t()], [_PIECES], [], [self.b_inverse.t()], [of_b], [], bias, self.dtype
             return torch._scaled_mm_v2(a_mk, self.b_nk.t(), *told, out=out)  # functional.scaled_mm has no `out`
@@ -81,9 +83,14 @@ class BlockMatrix(NamedTuple):
     def in_fp32(self, a_mk: torch.Tensor) -> torch.Tensor:
         """a_mk @ b of the same numbers, in fp32."""
         (a_mk, a_inverse), b_inverse = self._left(a_mk), self.b_inverse.t()
-        if self.a_inverse is None:
+        if not self.in_pieces:
             b_inverse = self.b_inverse.repeat_interleave(BLOCK, 0)[:, : self.shape[0] // BLOCK]
         return times(a_mk, a_inverse.t()) @ times(self.b_nk, b_inverse).t()
+
+    def of_rank(self, rank: int) -> BlockMatrix:
+        """The same for the rows of one rank."""
+        apart = self.a_inverse is not None and self.a_inverse.dim() == 3
+        return self._replace(a_inverse=self.a_inverse[rank]) if apart else self  # type: ignore[index]
 
     def _left(self, a_mk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(numbers [M, K], inverse scales [K/128, M]) of the left operand."""

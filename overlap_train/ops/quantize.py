@@ -126,21 +126,19 @@ def quantized(
     """x [M, K] as numbers of `dtype`. by: fp32 [parts], the largest of all parts of the tensor that share the scale; or that."""
     if not domain.on_gpu:
         return quantized_by_torch(x, by, dtype, rows, columns)
-    amax, told = (by.scale, by.amax) if isinstance(by, Given) else (by, None)
+    amax, told = (by.scale, by.amax) if isinstance(by, Given) else (by, None)  # told: the kernel raises it
     x = x.contiguous()
     by_rows = x.new_empty(x.shape, dtype=dtype) if rows else None
     by_columns = x.new_empty(x.shape[::-1], dtype=dtype) if columns else None
     made = Quantized(by_rows, by_columns, torch.empty(1, dtype=torch.float32, device=x.device))
     one = by_rows if by_columns is None else by_columns
     assert one is not None, "rows, columns, or both"
-    is_given = isinstance(by, Given)
-    of_tiles = torch.empty(_grid(*x.shape), dtype=torch.float32, device=x.device) if is_given else amax
-    tensors = (x, amax, one if by_rows is None else by_rows, one, made.inverse, of_tiles)
+    is_given, tells = isinstance(by, Given), told is not None
+    tensors = (x, amax, one if by_rows is None else by_rows, one, made.inverse, amax if told is None else told)
     values = tuple(tensor.data_ptr() for tensor in tensors)
-    key = ("quantize", x.shape, x.dtype, dtype, rows, columns, is_given, amax.numel(), values[0] % 16, values[1] % 16)
-    domain.launches.run(key, values, _quantize_launch, *tensors, rows, columns, is_given)
-    if told is not None:
-        torch.maximum(told, of_tiles.amax().view(1), out=told)
+    unaligned = values[0] % 16, values[1] % 16, values[-1] % 16
+    key = ("quantize", x.shape, x.dtype, dtype, rows, columns, is_given, tells, amax.numel(), *unaligned)
+    domain.launches.run(key, values, _quantize_launch, *tensors, rows, columns, is_given, tells)
     return made
 
 
@@ -184,16 +182,16 @@ def _amax_launch(x: torch.Tensor, amax: torch.Tensor) -> Launch:
 
 def _quantize_launch(
     x: torch.Tensor, amax: torch.Tensor, by_rows: torch.Tensor, by_columns: torch.Tensor, inverse: torch.Tensor,
-    largest: torch.Tensor, rows: bool, columns: bool, is_given: bool,
+    told: torch.Tensor, rows: bool, columns: bool, is_given: bool, tells: bool,
 ) -> Launch:  # fmt: skip
     from ..kernels.quantize import quantize_kernel
 
-    names = ("x_ptr", "amax_ptr", "by_rows_ptr", "by_columns_ptr", "inverse_ptr", "largest_ptr")
+    names = ("x_ptr", "amax_ptr", "by_rows_ptr", "by_columns_ptr", "inverse_ptr", "told_ptr")
     (m, k), count = x.shape, amax.numel()
-    arguments = dict(zip(names, (x, amax, by_rows, by_columns, inverse, largest), strict=True))
+    arguments = dict(zip(names, (x, amax, by_rows, by_columns, inverse, told), strict=True))
     arguments |= dict(m=m, k=k, count=count)
     constants = dict(MOST=torch.finfo(by_rows.dtype).max, PADDED=1 << (count - 1).bit_length(), GIVEN=is_given)
-    constants |= dict(ROWS=rows, COLUMNS=columns, **_TILE)
+    constants |= dict(TELLS=tells, ROWS=rows, COLUMNS=columns, **_TILE)
     return Launch(quantize_kernel, _grid(m, k), arguments, constants, tuple((name,) for name in names))
 
 

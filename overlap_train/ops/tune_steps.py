@@ -19,7 +19,7 @@ from ..select.method import Bucket, Pass
 from ..select.table import Table, Winner
 from ..select.tiles import on_hopper
 from ..warn import warn_user
-from .plan import make_plan
+from .plan import fprop_of, make_plan
 from .plan_cache import error_here
 from .planned import Planned, Turn
 
@@ -38,9 +38,7 @@ class AutotuneRuns:
         """The plan in a run, where a measurement is wanted: `auto` of a linear of which none was made. config: of the call, with
         tune_steps. x, w: its operands, in which nothing is wrong."""
         spec, domain, nodes = planned.plan.spec, self._domain, self._domain.topology.nodes
-        device, world, (n, k) = domain.device, domain.world_size, w.shape
-        rows, fp8 = spec.global_rows(x, world), (config.fp8 != "off", config.fp8 == "blockwise")
-        fprop = Pass(spec.fprop, rows, n, k, x.dtype, world, *fp8)
+        device, fprop = domain.device, fprop_of(spec, config, domain.world_size, x, w)
         key = self._key(fprop)
         if key not in self._runs and all(winner_of(p, device, known) is not None for p in (fprop, fprop.dgrad)):
             self._runs[key] = None

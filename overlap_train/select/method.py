@@ -49,7 +49,7 @@ class Pass:
 
     "scatter, wgrad" is a column linear's dgrad, whose reduce-scatter may run under the weight gradient that comes after it.
     m: global rows. dtype: of the result. fp8: both operands have one byte an element. blockwise: and a scale for each block, by
-    which no kernel of ours multiplies.
+    which no kernel of ours multiplies. twice: what is sent is by rows and by columns, for a weight gradient, too.
     """
 
     kind: Kind
@@ -60,11 +60,13 @@ class Pass:
     world: int
     fp8: bool = False
     blockwise: bool = False
+    twice: bool = False
 
     @property
     def dgrad(self) -> Pass:
         """The dgrad that goes with this fprop: dy [m, n] @ b.T [n, k], by the other engine."""
-        return replace(self, kind=self.kind.dgrad, n=self.k, k=self.n)
+        kind = self.kind.dgrad
+        return replace(self, kind=kind, n=self.k, k=self.n, twice=self.blockwise and kind.receives)
 
     @property
     def rows(self) -> int:
@@ -80,21 +82,33 @@ class Pass:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of a block that a peer sends: of an operand, or of partial sums."""
-        return self.row_features * (1 if self.fp8 and self.kind.receives else self.dtype.itemsize)
+        if not (self.fp8 and self.kind.receives):
+            return self.row_features * self.dtype.itemsize
+        return packed_bytes(self.row_features) * (1 + self.twice) if self.blockwise else self.row_features
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the blocks of all ranks."""
+        return self.m * self.row_bytes
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that one rank sends to all others."""
-        return (self.world - 1) / self.world * self.m * self.row_bytes
+        return (self.world - 1) / self.world * self.received_bytes
 
     @property
     def bucket(self) -> Bucket:
         """Passes with the same bucket share a measurement: sizes within a factor of 1.5 of each other."""
-        dtype = dtype_name(self.dtype) + "/fp8" * self.fp8 + "/blockwise" * self.blockwise
+        dtype = dtype_name(self.dtype) + "/fp8" * self.fp8 + "/blockwise" * self.blockwise + "/twice" * self.twice
         return self.kind, dtype, self.world, rounded_up(self.m), rounded_up(self.n), rounded_up(self.k)
 
     def __str__(self) -> str:
         return f"M={self.m} N={self.n} K={self.k}"
+
+
+def packed_bytes(features: int) -> int:
+    """Of a row in fp8 with its scales of blocks (ops/blocks.py)."""
+    return -(-features * 33 // 512) * 16
 
 
 def rounded_up(size: int) -> int:
@@ -194,9 +208,7 @@ def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
     """Those of the given methods that serve a pass: all, but for low_latency where it does not, and our products by scales of
     blocks."""
-    received = pass_.m * pass_.row_bytes
-    if pass_.blockwise:  # rows may carry both roundings, their scales, and what fills them up
-        received = max(received, pass_.m * pass_.row_features * 9 // 4)
-    left_out = set() if refusal("", pass_.kind, flagged_bytes(received, pass_.world)) is None else {LOW_LATENCY}
+    words = flagged_bytes(pass_.received_bytes, pass_.world)
+    left_out = set() if refusal("", pass_.kind, words) is None else {LOW_LATENCY}
     left_out |= {name for name in NAMES if pass_.blockwise and Method(name).multiplies}
     return [method for method in methods if method not in left_out]

@@ -184,7 +184,7 @@ def save(folder: str, key: Key, winners: Iterable[Winner]) -> Path:
 def _to_entry(winner: Winner) -> dict[str, Any]:
     p, timed = winner.measured, [{**asdict(how), "ms": ms} for how, ms in winner.ms.items()]
     shape = {"kind": p.kind, "dtype": dtype_name(p.dtype), "m": p.m, "n": p.n, "k": p.k}
-    shape |= {name: True for name in ("fp8", "blockwise") if getattr(p, name)}
+    shape |= {name: True for name in ("fp8", "blockwise", "twice") if getattr(p, name)}
     return {**shape, "winner": asdict(winner.how), "timed": timed}
 
 
@@ -196,5 +196,5 @@ def _from_entry(entry: dict[str, Any], world: int) -> Winner:
     known = {how.name, *(one.name for one in timed)} <= set(NAMES) and isinstance(dtype, torch.dtype)
     if not known or min(m, n, k) < 1:
         raise ValueError(f"unknown entry {entry}")
-    fp8, blockwise = (bool(entry.get(name)) for name in ("fp8", "blockwise"))
-    return Winner(Pass(kind, m, n, k, dtype, world, fp8, blockwise), how, timed)
+    in_fp8 = (bool(entry.get(name)) for name in ("fp8", "blockwise", "twice"))
+    return Winner(Pass(kind, m, n, k, dtype, world, *in_fp8), how, timed)

@@ -59,22 +59,43 @@ def test_gradients_are_transformer_engines(
     assert all(linear.overlapped_calls == MICROBATCHES and not linear.fallback_calls for linear in ran)
 
 
+def _scales(model: Any) -> dict[str, torch.Tensor]:
+    """Of TransformerEngine's linears, for their next pass: of input, weight and output; of the output's gradient and another."""
+    linears = {
+        name: module.fp8_meta
+        for name, module in model.named_modules()
+        if hasattr(module, "fp8_meta") and "linear" in name
+    }
+    found = {
+        f"{name} {way}": meta[way].scale for name, meta in linears.items() for way in ("scaling_fwd", "scaling_bwd")
+    }
+    assert len(found) == 2 * (LINEARS - 1)
+    return found
+
+
 @pytest.mark.parametrize(("format", "recipe"), [("hybrid", "tensorwise"), ("hybrid", "delayed"), ("e4m3", "blockwise")])
 def test_fp8_is_transformer_engines(
     layout: int, device: torch.device, provider: str, method: str, wait_s: float, format: str, recipe: str
 ) -> None:
     """Ours is nearer to TransformerEngine's fp8 than this is to bf16. Partial sums that are rounded in another place move numbers
-    from one of fp8's few steps to the next."""
+    from one of fp8's few steps to the next. In a second step, since delayed scales are 1 in the first, and work out alike."""
     if recipe == "blockwise" and method not in ("auto", "chunked", "collective"):
         pytest.skip("our kernels have no scales of blocks")
     fp8 = dict(fp8=format, fp8_recipe=recipe)
     model = _gpt(layout, OverlapConfig(method=method, provider=provider, timeout_s=wait_s), **fp8)
+    own = _gpt(layout, None, **fp8)
     ours, theirs, bf16 = (
-        reduced_gradients(each, device) for each in (model, _gpt(layout, None, **fp8), _gpt(layout, None))
+        [reduced_gradients(each, device) for _ in range(2)][1] for each in (model, own, _gpt(layout, None))
     )
     for name, gradient in theirs.items():
         off, rounded = ((other[name] - gradient).norm() / gradient.norm() for other in (ours, bf16))
         assert off < max(rounded, 2**-5), f"{name}: {off:.4f}, bf16 {rounded:.4f}"
+    if recipe == "delayed":
+        for name, scales in _scales(own).items():
+            found = _scales(model)[name]
+            assert bool((scales[: 1 + name.endswith("fwd")] != 1).all()), f"{name}: {scales}"
+            assert bool(((found / scales - 1).abs() < 2**-2).all()), f"{name}: {found}, TransformerEngine's {scales}"
+            assert name.endswith("bwd") or found[1] == scales[1], f"{name}: of the same weight"
     ran = [linear for linear in report(model).linears if linear.slot not in (None, "output")]
     assert len(ran) == LINEARS - 1 and all(f"fp8 {recipe}" in linear.reason for linear in ran)
 
@@ -92,15 +113,18 @@ def test_blocks_are_transformer_engines(device: torch.device, m: int, k: int) ->
     pieces, squares = (
         Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=dim)(x) for dim in (1, 2)
     )
-    packed, columns, w8 = blocks.new_packed(x), blocks.new_columns(x), blocks.squares(domain, x, True, True)
-    blocks.write_pieces(domain, x, packed, columns)
+    packed, rows, columns = blocks.new_packed(x), blocks.new_rows(x), blocks.new_columns(x)
+    blocks.write_pieces(domain, x, packed, None)
+    blocks.write_pieces(domain, x, rows, columns)
+    w8 = blocks.squares(domain, x, True, True)
     for ours, theirs in (
-        (packed[:, :k], pieces._rowwise_data), (columns.numbers, pieces._columnwise_data),
+        (packed[:, :k], pieces._rowwise_data), (rows.numbers, pieces._rowwise_data), (columns.numbers, pieces._columnwise_data),
         (w8.rows, squares._rowwise_data), (w8.columns, squares._columnwise_data),
     ):  # fmt: skip
         assert torch.equal(ours.view(torch.uint8), theirs)
     for ours, theirs, count in (
-        (blocks.tails(packed, k).t(), pieces._rowwise_scale_inv, m), (columns.inverse, pieces._columnwise_scale_inv, k),
+        (blocks.tails(packed, k).t(), pieces._rowwise_scale_inv, m), (rows.inverse, pieces._rowwise_scale_inv, m),
+        (columns.inverse, pieces._columnwise_scale_inv, k),
         (w8.inverse, squares._rowwise_scale_inv, k // 128), (w8.inverse_of_columns, squares._columnwise_scale_inv, m // 128),
     ):  # fmt: skip
         assert torch.equal(ours[:, :count], theirs[:, :count])

@@ -20,6 +20,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention, T
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
 from torch.utils.checkpoint import checkpoint
 
@@ -143,21 +144,58 @@ def fp8_with_scales_of_blocks_is_ours_where_blocks_fit() -> None:
 
 
 class DelayedScaling:
-    """A stand-in of TE's state manager for two modules. prepared: their prepare_forward."""
+    """A stand-in of TE's state manager for some modules. version: 2.15 has prepare_forward as a context, 2.14 as a function
+    beside prepare_forward_ctx; the flag of the first module lies elsewhere. phase: of recomputation, "first", "again"; "": none.
+    """
 
-    def __init__(self, *modules: Any) -> None:
-        self.modules, self.quantization_state, self.updated = modules, SimpleNamespace(is_first_fp8_module=True), []
+    def __init__(self, version: str, *modules: Any) -> None:
+        def context(module: Any, x: torch.Tensor, **rest: Any) -> Any:
+            return self.prepared(module, x, **rest)
+
+        self.modules, self.phase, self.updated, self.kept = modules, "", list[Any](), dict[Any, list[torch.Tensor]]()
         self.is_fp8_enabled = lambda: True
+        self.flag: tuple[Any, str] = (self, "IS_FIRST_FP8_MODULE")
+        self.methods = {"prepare_forward": lambda module, x, **rest: x, "prepare_forward_ctx": context}
+        if version == "2.15":
+            self.quantization_state, self.methods = SimpleNamespace(), {"prepare_forward": context}
+            self.flag = (self.quantization_state, "is_first_fp8_module")
         for module in modules:
             module.quantizers = {
                 f"scaling_{way}": [SimpleNamespace(scale=torch.tensor(1.0), amax=torch.zeros(1)) for _ in range(3)]
                 for way in ("fwd", "bwd")
             }
 
-    @staticmethod
+    @property
+    def is_first(self) -> bool:
+        return bool(getattr(*self.flag))
+
     @contextlib.contextmanager
-    def prepared(module: Any, x: torch.Tensor, allow_non_contiguous: bool) -> Iterator[torch.Tensor]:
+    def running(self, phase: str = "") -> Iterator[None]:
+        """A forward pass begins, and TE's modules have this manager."""
+        setattr(*self.flag, True)
+        self.phase, state = phase, sys.modules["transformer_engine.pytorch.fp8"]
+        recomputation: Any = SimpleNamespace(in_fp8_activation_recompute_phase=lambda: phase == "again")
+        sys.modules["transformer_engine.pytorch.distributed"] = recomputation  # patch.dict would undo imports, too
+        with (
+            patch.object(state, "FP8GlobalStateManager", self),
+            patch.multiple(te_stand_in.Linear, create=True, **self.methods),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def prepared(self, module: Any, x: torch.Tensor, allow_non_contiguous: bool) -> Iterator[torch.Tensor]:
+        """A module that is recomputed has the scales of the first time."""
+        its = [tensor for one in module.quantizers["scaling_fwd"] for tensor in (one.scale, one.amax)]
+        latest = [tensor.clone() for tensor in its]
+        if self.phase == "first":
+            self.kept[module] = latest
+        if self.phase == "again":
+            for tensor, kept in zip(its, self.kept.pop(module), strict=True):
+                tensor.copy_(kept)
         yield x
+        if self.phase == "again":
+            for tensor, kept in zip(its, latest, strict=True):
+                tensor.copy_(kept)
 
     def largest(self, forward: bool) -> list[float]:
         name = "scaling_fwd" if forward else "scaling_bwd"
@@ -179,45 +217,111 @@ def delayed_scales_are_transformer_engines() -> None:
     model.config.fp8_wgrad = False
     with pytest.raises(ValueError, match=r"fp8_wgrad=False.*leave out --no-fp8-wgrad"):
         quietly_enable(model, OverlapConfig())
-    model.config.fp8_wgrad = True
-    quietly_enable(model, OverlapConfig())
-    column, row = model.decoder.layers[0].mlp.linear_fc1, model.decoder.layers[0].mlp.linear_fc2
-    manager, random = DelayedScaling(column, row), torch.Generator().manual_seed(row.tp_group.rank())
-    x, dy = (torch.randn(8, 2, 32, generator=random) for _ in range(2))
-    recomputation = SimpleNamespace(in_fp8_activation_recompute_phase=lambda: False)
-    modules = {"transformer_engine.pytorch.distributed": recomputation}
-    results: list[list[torch.Tensor]] = []
-    for enabled in (False, True, True):
-        manager.is_fp8_enabled, manager.quantization_state.is_first_fp8_module = (lambda on=enabled: on), True
-        column.is_first_microbatch = row.is_first_microbatch = True
-        leaf = x.clone().requires_grad_()
-        with (
-            patch.dict(sys.modules, modules),
-            patch.object(sys.modules["transformer_engine.pytorch.fp8"], "FP8GlobalStateManager", manager),
-            patch.object(te_stand_in.Linear, "prepare_forward", DelayedScaling.prepared, create=True),
-        ):
-            h = column(leaf)[0]
-            a = h[..., : row.weight.shape[1]].contiguous()
-            y = row(a)[0]
-            of_forward = manager.largest(forward=True)
-            manager.reduce_and_update_fp8_tensors(forward=True)  # as at the end of TE's context
-            h.retain_grad()
-            y.backward(dy)
-        if enabled:
-            w, v = (linear.weight.abs().max().item() for linear in (column, row))
-            assert of_forward[1:] == [w, 0.0, a.abs().max().item(), v, 0.0] and of_forward[0] > 0
-            assert [forward for forward, _ in manager.updated] == [True, False]
-            assert manager.updated[1][1] == [h.grad.abs().max().item(), 0.0, 0.0, dy.abs().max().item(), 0.0, 0.0]
-        manager.updated.clear()
-        results.append([y.detach(), leaf.grad])  # type: ignore[list-item]
-    expected, *found = results
-    errors = [[float((a - b).norm() / b.norm()) for a, b in zip(one, expected, strict=True)] for one in found]
-    assert max(errors[1]) < 0.1 and errors[1][0] < errors[0][0], errors
+    model, column, row, x, dy = _delayed()
+    w, v = (linear.weight.abs().max().item() for linear in (column, row))
+    for version in ("2.14", "2.15"):
+        manager, results = DelayedScaling(version, column, row), list[list[Any]]()
+        for enabled in (False, True, True):
+            manager.is_fp8_enabled = lambda on=enabled: on
+            column.is_first_microbatch = row.is_first_microbatch = True
+            leaf = x.clone().requires_grad_()
+            with manager.running():
+                h, a, y = _both(column, row, leaf)
+                of_forward = manager.largest(forward=True)
+                manager.reduce_and_update_fp8_tensors(forward=True)  # as at the end of TE's context
+                assert manager.is_first != enabled
+                y.backward(dy)
+            if enabled:
+                assert of_forward[1:] == [w, 0.0, a.abs().max().item(), v, 0.0] and of_forward[0] > 0
+                assert [forward for forward, _ in manager.updated] == [True, False]
+                assert manager.updated[1][1] == [h.grad.abs().max().item(), 0.0, 0.0, dy.abs().max().item(), 0.0, 0.0]
+            manager.updated.clear()
+            results.append([y.detach(), leaf.grad])
+        expected, *found = results
+        errors = [[float((a - b).norm() / b.norm()) for a, b in zip(one, expected, strict=True)] for one in found]
+        assert max(errors[1]) < 0.1 and errors[1][0] < errors[0][0], errors
     assert all(
         "fp8 tensorwise, scales of TransformerEngine" in row.reason
         for row in report(model).linears
         if "mlp" in row.name and "layers.0" in row.name
     )
+
+
+def delayed_scales_of_layers_that_are_recomputed_are_those_of_the_first_time() -> None:
+    """Though they have changed since, to the bit. The largest elements are told once, and the flag of the first module stays."""
+    _, column, row, x, dy = _delayed()
+    for version in ("2.14", "2.15"):
+        results = []
+        for recomputes in (False, True):
+            manager, leaf = DelayedScaling(version, column, row), x.clone().requires_grad_()
+            for linear in (column, row):
+                linear.is_first_microbatch, linear.weight.grad = True, None
+            with manager.running("first"), torch.set_grad_enabled(not recomputes):
+                y = _both(column, row, leaf)[-1]
+            manager.reduce_and_update_fp8_tensors(forward=True)
+            if recomputes:
+                with manager.running("again"):
+                    first, y = y, _both(column, row, leaf)[-1]
+                    assert torch.equal(y, first) and manager.is_first
+            y.backward(dy)
+            assert manager.largest(forward=True) == [0.0] * 6, manager.largest(forward=True)
+            results.append([y.detach(), leaf.grad, column.weight.grad, row.weight.grad])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def a_step_of_delayed_scaling_makes_each_weight_in_fp8_once() -> None:
+    """A later micro-batch takes the copy with the scale of the first one, which alone tells the weight's largest element. In
+    evaluation each call makes it anew, and nothing waits for a backward pass."""
+    _, _, row, x, dy = _delayed()
+    weight, x = row.weight, x.repeat(2, 1, 2)
+    manager = DelayedScaling("2.15", row)
+    of_x, of_w, _ = manager.modules[0].quantizers["scaling_fwd"]
+
+    def call(scale_of_w: torch.Tensor) -> float:
+        """The largest element of the weight that it tells. scale_of_w: by which it is rounded."""
+        operands = ((x, of_x.scale), (weight.detach(), scale_of_w))
+        x8, w8 = ((one * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale for one, scale in operands)
+        with manager.running():
+            y = row(x)[0]
+            assert manager.is_first == (y.grad_fn is None)
+        torch.testing.assert_close(
+            y.detach(), reduce_scatter_to_sequence_parallel_region(x8 @ w8.t()), rtol=1e-5, atol=1e-6
+        )
+        told = of_w.amax.item()
+        if y.requires_grad:
+            y.backward(dy)
+        manager.reduce_and_update_fp8_tensors(forward=True)
+        return told
+
+    for _ in range(2):
+        row.is_first_microbatch, scale, largest = True, of_w.scale.clone(), weight.abs().max().item()
+        assert [call(scale) for _ in range(3)] == [largest, 0.0, 0.0]
+        assert not torch.equal(of_w.scale, scale), "the next step's"
+        weight.data.mul_(1.3)
+    with torch.no_grad():
+        row.eval()
+        for factor in (1.0, 0.7):
+            weight.data.mul_(factor)
+            assert call(of_w.scale.clone()) == weight.abs().max().item()
+
+
+def _delayed() -> tuple[Any, Any, Any, torch.Tensor, torch.Tensor]:
+    """A model of delayed scaling, two of its linears, which follow each other, an input and a gradient of the output."""
+    model = model_of(1, 2, **{**RMS, **DROPOUT}, fp8="hybrid", fp8_recipe="delayed")
+    quietly_enable(model, OverlapConfig())
+    mlp = model.decoder.layers[0].mlp
+    random = torch.Generator().manual_seed(mlp.linear_fc2.tp_group.rank())
+    x, dy = (torch.randn(8, 2, 32, generator=random) for _ in range(2))
+    return model, mlp.linear_fc1, mlp.linear_fc2, x, dy
+
+
+def _both(column: Any, row: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(what the first linear gives, what the second one gets, and what that gives)."""
+    h = column(x)[0]
+    if h.requires_grad:
+        h.retain_grad()
+    a = h[..., : row.weight.shape[1]].contiguous()
+    return h, a, row(a)[0]
 
 
 def a_weight_that_is_kept_in_fp8_is_multiplied_as_it_is() -> None:

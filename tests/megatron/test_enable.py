@@ -24,8 +24,9 @@ from overlap_train.integrations.megatron import (
     gpt_block_spec,
     report,
 )
+from overlap_train.integrations.megatron import ahead as under_test
 from overlap_train.integrations.megatron.linears import overlapped_linears
-from overlap_train.ops.plan_cache import made_cache
+from overlap_train.ops import rehearsal
 from tests.megatron.linears import assert_same, column_pair, model_config, row_pair, run
 from tests.megatron.models import LLAMA, Recipe, batches, forward_backward, gpt, quietly_enable, wrap
 from tests.megatron.test_path_matrix import column_input, row_input
@@ -301,20 +302,26 @@ def test_a_version_that_nobody_has_tried_is_named_on_rank_zero() -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_ranks
 def test_what_is_foreseen_at_the_first_call_is_what_all_linears_plan(sequence_parallel: bool) -> None:
-    """Once, by the first linear that is called."""
+    """Once, by the first linear that is called, as if its domain were one of GPUs."""
     recipe = Recipe({**LLAMA, "sequence_parallel": sequence_parallel})
     model = gpt(recipe)
     quietly_enable(model, OverlapConfig())
-    asked = []
-    with mock.patch(
-        "overlap_train.integrations.megatron.ahead.foresee",
-        lambda *call: asked.append((*call[:2], list(call[2]), call[3])),
+    asked, compiled, foresee = list[Any](), list[Any](), under_test.foresee
+
+    def on_gpu(group: Any, rows: int, calls: Any, name: str) -> None:
+        asked.append((name, calls := list(calls)))
+        with mock.patch.object(made_domain(group), "on_gpu", True):
+            foresee(group, rows, calls, name)
+
+    with (
+        mock.patch.object(under_test, "foresee", on_gpu),
+        mock.patch.object(rehearsal, "compile_ahead", lambda domain, calls: compiled.append(list(calls))),
     ):
         forward_backward(recipe, wrap(recipe, model), batches())
-    ((group, rows, calls, name),) = asked
+    ((name, calls),), (ahead,) = asked, compiled
     assert name == "decoder.layers.0.self_attention.linear_qkv" and len(calls) == 2 * 4 + 1
-    found = {w: plan for plan, (x, w, bias) in made_cache(made_domain(group)).foreseen(rows, calls)}
-    assert len(found) == 5
+    found = {w: plan for plan, (x, w, bias) in ahead}
+    assert len(found) == 5 and all(x.requires_grad for _, (x, _, _) in ahead)
     for linear in overlapped_linears(model)[:4]:
         plan = linear.overlap.plan
         # Neither where a weight gradient goes nor the number of x's dimensions changes what is compiled.

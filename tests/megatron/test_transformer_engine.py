@@ -13,6 +13,8 @@ DENSE = (
     "fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engines",
     "fp8_with_scales_of_blocks_is_ours_where_blocks_fit",
     "delayed_scales_are_transformer_engines",
+    "delayed_scales_of_layers_that_are_recomputed_are_those_of_the_first_time",
+    "a_step_of_delayed_scaling_makes_each_weight_in_fp8_once",
     "a_weight_that_is_kept_in_fp8_is_multiplied_as_it_is",
     "a_step_makes_each_weight_in_fp8_once",
     "transformer_engine_makes_its_own_copies_anew_after_overlapped_calls",

@@ -13,6 +13,7 @@ from overlap_train.gpu.launch import LaunchCache
 from overlap_train.ops import blocks
 from overlap_train.ops.product import BlockMatrix
 from overlap_train.ops.quantize import Fp8Copies
+from overlap_train.select.method import packed_bytes
 from tests.protocol.test_quantize import keeps_its_exponent
 
 CPU: Any = SimpleNamespace(on_gpu=False)
@@ -61,8 +62,8 @@ def test_pieces_and_squares_are_the_formulas(m: int, k: int, dtype: torch.dtype)
     x = matrix(m, k, dtype)
     (rows, scales), (columns, column_scales) = by_formula(x, 1, 128), by_formula(x, 128, 1)
     packed, other, apart = blocks.new_packed(x), blocks.new_packed(x), blocks.new_columns(x)
-    blocks.write_pieces(CPU, x, packed, apart)
-    blocks.write_pieces(CPU, x, None, other)
+    blocks.write_pieces(CPU, x, packed, other)
+    blocks.write_pieces(CPU, x, None, apart)
     assert packed.shape[1] % 16 == 0 and packed.shape[1] >= k + k // 32
     assert same(packed[:, :k], rows) and same(blocks.tails(packed, k), 1 / scales)
     assert same(apart.numbers, columns.T) and same(apart.inverse, 1 / column_scales)
@@ -81,9 +82,15 @@ def test_the_kernels_are_torchs(m: int, k: int) -> None:
     for value in (x, strange):
         outputs = []
         for domain in (CPU, INTERPRETED):
-            both, apart, width = blocks.new_packed(value, twice=True), blocks.new_columns(value), blocks.row_bytes(k)
+            both, apart, width = blocks.new_packed(value, twice=True), blocks.new_columns(value), packed_bytes(k)
             blocks.write_pieces(domain, value, both[:, :width], both[:, width:])
+            rows = [blocks.new_rows(value, ranks) for ranks in (1, m // 128)]
             blocks.write_pieces(domain, value, None, apart)
+            blocks.write_pieces(domain, value, rows[0], None)
+            blocks.write_pieces(domain, value, rows[1], blocks.new_columns(value))
+            of_all = rows[1].inverse.view(-1, k // 128, 128).transpose(0, 1).reshape(k // 128, m)
+            assert torch.equal(rows[0].inverse, of_all) and torch.equal(of_all.t(), blocks.tails(both, k))
+            assert all(torch.equal(one.numbers.view(torch.uint8), both[:, :k].view(torch.uint8)) for one in rows)
             gathered = blocks.columns_of(domain, both[:, width:], k)
             w8 = blocks.squares(domain, value, True, True)
             packed = both[:, :k], both[:, width : width + k]
@@ -106,7 +113,7 @@ def test_products_are_those_of_the_numbers() -> None:
     """With squares on the right, and with pieces on both sides, of odd counts of blocks; packed rows alone or side by side."""
     x, w, dy = matrix(256, 640).nan_to_num(1.0, 1.0, 1.0), torch.randn(384, 640), torch.randn(256, 384)
     x = x.clamp(-100, 100)
-    both, width = blocks.new_packed(x, twice=True), blocks.row_bytes(640)
+    both, width = blocks.new_packed(x, twice=True), packed_bytes(640)
     blocks.write_pieces(CPU, x, both[:, :width], both[:, width:])
     w8 = blocks.squares(CPU, w, True, True)
     by_rows, of_w = (by_formula(one, height, 128) for one, height in ((x, 1), (w, 128)))
@@ -115,15 +122,18 @@ def test_products_are_those_of_the_numbers() -> None:
     assert w8.rows is not None and w8.columns is not None and w8.inverse_of_columns is not None
     y = BlockMatrix(w8.rows, w8.inverse, torch.float32).multiply(both)
     assert np.abs(y.numpy() - x_rows @ w_rows.T).max() < 1e-5 * np.abs(x_rows @ w_rows.T).max()
-    dy8 = blocks.new_packed(dy)
-    columns = blocks.new_columns(dy)
+    dy8, columns = blocks.new_rows(dy, 2), blocks.new_columns(dy)
     blocks.write_pieces(CPU, dy, dy8, columns)
     dy_rows, dy_columns, x_columns = by_formula(dy, 1, 128), by_formula(dy, 128, 1), by_formula(x, 128, 1)
-    dx = BlockMatrix(w8.columns, w8.inverse_of_columns, torch.float32).multiply(dy8, torch.empty(256, 640))
+    right, dx = BlockMatrix(w8.columns, w8.inverse_of_columns, torch.float32, dy8.inverse), torch.empty(256, 640)
+    for rank, (numbers, out) in enumerate(zip(dy8.numbers.chunk(2), dx.chunk(2), strict=True)):
+        inverse = right.of_rank(rank).a_inverse
+        assert inverse is not None and inverse.t().stride() == (1, 128), "as cuBLASLt takes it"
+        right.of_rank(rank).multiply(numbers, out)
     expected = dy_rows[0] / dy_rows[1].repeat(128, 1) @ w_rows
     assert np.abs(dx.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
     x8 = blocks.columns_of(CPU, both[:, width:], 640)
-    dw = BlockMatrix(x8.numbers, x8.inverse, torch.float32, columns.inverse).multiply(columns.numbers)
+    dw = BlockMatrix(x8.numbers, x8.inverse, torch.float32, columns.inverse, in_pieces=True).multiply(columns.numbers)
     expected = (dy_columns[0] / dy_columns[1].repeat(128, 0)).T @ (x_columns[0] / x_columns[1].repeat(128, 0))
     assert np.abs(dw.numpy() - expected).max() < 1e-5 * np.abs(expected).max()
 

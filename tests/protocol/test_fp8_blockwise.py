@@ -14,7 +14,14 @@ import torch.distributed as dist
 from overlap_train import Fp8Copies, OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
 from overlap_train.group.copy_engine import HostCopyEngine
 from overlap_train.group.workspace import Workspace
-from overlap_train.ops.blocks import row_bytes
+from overlap_train.select.choose import Choice
+from overlap_train.select.method import Method, packed_bytes
+from overlap_train.tools.bench.operators import baselines_of
+from overlap_train.tools.measure.cases import OPS, PASSES
+from overlap_train.tools.measure.cases import Case as Measured
+from overlap_train.tools.measure.results import Results
+from overlap_train.tools.measure.runs import Session, inputs_of, overlapped, problem_of
+from overlap_train.tools.measure.world import World
 from tests.linear_cases import Case, column, poison, row
 from tests.processes import run_ranks, values
 from tests.protocol.test_blocks import by_formula
@@ -130,8 +137,32 @@ def _sent(rank: int, world: int) -> list[tuple[int, ...]]:
 
 def test_numbers_and_scales_are_one_copy_under_one_signal() -> None:
     """So none can be late or stale without the other: each gather opens one call, and pushes one tensor that holds both."""
-    alone, both = (128, row_bytes(640)), (128, 2 * row_bytes(128))
+    alone, both = (128, packed_bytes(640)), (128, 2 * packed_bytes(128))
     assert values(run_ranks(2, _sent, limit_s=60)) == [[alone] * 4 + [both] * 2] * 2
+
+
+def _measured(rank: int, world: int) -> list[tuple[int, int]]:
+    """Of what `bench` times: bytes that a gather's row has, and those of training. Results are checked."""
+    session = Session(
+        ("chunked",), torch.float32, True, OverlapConfig(timeout_s=30.0), World(dist.group.WORLD, CPU, rank, world), Results(),
+        "blockwise",
+    )  # fmt: skip
+    cases = [Measured(op, op, pass_, 256, 256, 768) for op in OPS for pass_ in PASSES]
+    domain = session.domain([case.slot_bytes(world, session.dtype, session.fp8) for case in cases])
+    found = []
+    for case in cases:
+        inputs, planned = inputs_of(case, session), case.planned(world, session.dtype, "blockwise")
+        baselines = baselines_of(case, session.world, inputs.first)
+        for run in (overlapped(case, domain, Choice(Method("chunked"), ""), inputs.first), baselines["sequence"]):
+            assert problem_of(case.name, run, inputs, session.world, inputs.check) is None
+        if planned.kind.gathers:
+            found.append((inputs.first.left.shape[1], planned.row_bytes))
+    return found
+
+
+def test_what_is_measured_sends_what_training_sends() -> None:
+    alone, both = packed_bytes(768), 2 * packed_bytes(256)
+    assert values(run_ranks(2, _measured, limit_s=60)) == [[(alone, alone), (both, both)]] * 2
 
 
 def _strange_numbers(rank: int, world: int) -> list[bool]:

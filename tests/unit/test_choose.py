@@ -15,8 +15,9 @@ import torch
 
 from overlap_train import OverlapConfig, choose
 from overlap_train.config import METHODS
-from overlap_train.ops.plan import make_plan
-from overlap_train.ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
+from overlap_train.ops.blocks import new_packed
+from overlap_train.ops.plan import fprop_of, make_plan
+from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
 from overlap_train.select.choose import alone, fastest, halves_rows
@@ -67,6 +68,24 @@ def test_scales_of_blocks_are_the_librarys() -> None:
         assert serving(NAMES, replace(blocks, m=1024)) == ["low_latency", "chunked", "collective"]
         choice = choose("auto", blocks, H200, table_of(Winner(one_scale, Method("fused"), {})))
         assert choice.method == "chunked" and "a scale for each block" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("keeps", "row", "forward", "backward"), [(False, False, 1, 0), (True, False, 2, 0), (True, True, 0, 2)]
+)
+def test_rows_with_scales_of_blocks(keeps: bool, row: bool, forward: int, backward: int) -> None:
+    """What is gathered has them, and both roundings where a weight gradient takes it from the same slot; plans have room for it.
+    What was measured of one rounding says nothing of both."""
+    spec, x = LINEAR_REDUCE_SCATTER if row else ALL_GATHER_LINEAR, torch.empty(256, 640, dtype=BF16, device="meta")
+    w = torch.empty(640, 640, dtype=BF16, device="meta")
+    config = OverlapConfig(method="chunked", fp8="blockwise", gathered_input="keep" if keeps else "regather")
+    fprop, rows = fprop_of(spec, config, 2, x, w), 256 if row else 512
+    for pass_, packed in ((fprop, forward), (fprop.dgrad, backward)):
+        sent = new_packed(x, twice=packed == 2).shape[1] if packed else 640 * BF16.itemsize
+        assert (pass_.row_bytes, pass_.received_bytes, pass_.sent_bytes) == (sent, rows * sent, rows * sent / 2)
+        assert (pass_.bucket == replace(pass_, twice=False).bucket) == (packed < 2)
+    needed = make_plan(spec, config, UNTUNED, Topology(1, 2, 0), x, w).request.slot_bytes
+    assert needed == max(fprop.received_bytes, fprop.dgrad.received_bytes)
 
 
 def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:

@@ -31,10 +31,12 @@ WON = Winner(FC1, WHOLE, {FUSED: 1.0, WHOLE: 0.9, COLLECTIVE: 2.0})
 def test_what_is_saved_is_read(tmp_path: Path) -> None:
     path = save(str(tmp_path), KEY, [WON])
     other = Winner(FC2, Method("chunked", chunks=4), {Method("chunked", chunks=4): 0.5})
-    in_fp8 = Winner(replace(FC1, fp8=True, blockwise=True), FUSED, {FUSED: 0.6})
-    assert save(str(tmp_path), KEY, [other, in_fp8]) == path, "added to what is there"
-    others = {FC2.bucket: other, in_fp8.measured.bucket: in_fp8}
-    assert read(str(tmp_path), KEY) == {FC1.bucket: WON, **others} and len(others) == 2
+    in_fp8, twice = (
+        Winner(replace(FC1, fp8=True, blockwise=True, twice=twice), FUSED, {FUSED: 0.6}) for twice in (False, True)
+    )
+    assert save(str(tmp_path), KEY, [other, in_fp8, twice]) == path, "added to what is there"
+    others = {FC2.bucket: other, in_fp8.measured.bucket: in_fp8, twice.measured.bucket: twice}
+    assert read(str(tmp_path), KEY) == {FC1.bucket: WON, **others} and len(others) == 3
     again = Winner(replace(FC1, m=7000), Method("chunked"), {Method("chunked"): 0.9})
     save(str(tmp_path), KEY, [again])
     assert read(str(tmp_path), KEY) == {FC1.bucket: again, **others}, "the bucket's newest"

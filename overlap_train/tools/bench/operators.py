@@ -106,7 +106,7 @@ def _flops_beside_the_network(session: Session) -> float:
 def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
     """Every case, one after the other; a note about one whose inputs do not fit into memory: others may. Collective."""
     world = session.world
-    domain = session.domain([case.slot_bytes(world.size, session.dtype) for case in cases])
+    domain = session.domain([case.slot_bytes(world.size, session.dtype, session.fp8) for case in cases])
     nodes, between = domain.topology.nodes, dict[str, Any]()
     if not reach_of(nodes).has_rules:
         between = {

@@ -64,13 +64,15 @@ class Case:
         """Floating-point operations of one rank's GEMMs; the same in both passes."""
         return 2 * (1 + self.has_wgrad) * self.m * self.n * self.k / world
 
-    def slot_bytes(self, world: int, dtype: torch.dtype) -> int:
+    def slot_bytes(self, world: int, dtype: torch.dtype, fp8: str = "off") -> int:
         """Bytes of what one rank receives: M rows of the features that are sent. Of an exchange a rank's part of them, and of a
         long one the first part of the rows."""
         rows = self.m + self.all_reduces * (-self.m % world)
         received = rows * (self.k if OPERATORS[self.op].receives else self.n) * dtype.itemsize
         part = (OverlapConfig().exchange_mib << 20) // SLOTS
-        return min(received // world, part) if self.kind.exchanges else received
+        if self.kind.exchanges:
+            return min(received // world, part)
+        return max(received, self.planned(world, dtype, fp8).received_bytes)  # with scales of blocks it may be more
 
     def planned(self, world: int, dtype: torch.dtype, fp8: str = "off") -> Pass:
         """What one rank multiplies, as the choice of a method sees it. dtype: of the result; fp8: as in OverlapConfig."""

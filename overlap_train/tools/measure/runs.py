@@ -29,14 +29,14 @@ from ...group.memory import Request, prepare
 from ...group.registry import check as check_timeouts
 from ...group.registry import domain_of
 from ...group.signals import Tag
-from ...ops.blocks import new_packed, squares, write_pieces
+from ...ops.blocks import new_packed, new_rows, squares, write_pieces
 from ...ops.launch import is_interpreted
 from ...ops.plan import EnginePlan, planner_of
 from ...ops.product import BlockMatrix, Fp8Matrix, Right
 from ...ops.quantize import FORWARD, quantized_by_torch
 from ...select.choose import Choice, alone
 from ...select.cost import reach_of
-from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes
+from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes, packed_bytes
 from .cases import OPERATORS, Case
 from .check import ROUNDINGS, ROUNDINGS_IN_FP8, check
 from .results import Results
@@ -78,11 +78,12 @@ class Session:
 
 @dataclass(frozen=True)
 class Operands:
-    """One input set."""
+    """One input set. by_rank: right where the rows of each rank are multiplied apart, if it is another one."""
 
     left: torch.Tensor
     right: Right
     whole: torch.Tensor
+    by_rank: Right | None = None
 
 
 def in_fp8(o: Operands, case: Case, session: Session) -> Operands:
@@ -90,18 +91,31 @@ def in_fp8(o: Operands, case: Case, session: Session) -> Operands:
     as it is. Collective."""
     assert isinstance(o.right, torch.Tensor)
     if session.fp8 == "blockwise":
-        domain, packed = domain_of(session.world.group, session.config, session.world.device), new_packed(o.left)
-        write_pieces(domain, o.left, packed, None)
-        w8 = squares(domain, o.right.t(), True, False)
-        assert w8.rows is not None
-        matrix_of_blocks = BlockMatrix(w8.rows, w8.inverse, o.left.dtype)
-        return Operands(packed, matrix_of_blocks, session.world.gather(packed) if case.kind.gathers else o.whole)
+        return in_blocks(o, o.right, case, session)
     most = torch.full((1,), 8.0, device=o.left.device)
     left, whole, right = (
         quantized_by_torch(matrix.contiguous(), most, FORWARD) for matrix in (o.left, o.whole, o.right.t())
     )
     matrix = Fp8Matrix(right.rows, left.inverse, right.inverse, o.left.dtype, fast=case.pass_ == "fprop")
     return Operands(left.rows, matrix, whole.rows if case.kind.gathers else o.whole)
+
+
+def in_blocks(o: Operands, right: torch.Tensor, case: Case, session: Session) -> Operands:
+    """in_fp8 with scales of blocks, as training has them (blockwise.py). Collective."""
+    domain = domain_of(session.world.group, session.config, session.world.device)
+    w8 = squares(domain, right.t(), True, False)
+    assert w8.rows is not None
+    matrix = BlockMatrix(w8.rows, w8.inverse, o.left.dtype)
+    if case.kind.reduces:
+        at_once, by_rank = (new_rows(o.left, ranks) for ranks in (1, session.world.size))
+        for rows in (at_once, by_rank):
+            write_pieces(domain, o.left, rows, None)
+        whole, apart = (matrix._replace(a_inverse=rows.inverse) for rows in (at_once, by_rank))
+        return Operands(at_once.numbers, whole, o.whole, apart)
+    twice = case.planned(session.world.size, session.dtype, session.fp8).twice
+    packed, width = new_packed(o.left, twice), packed_bytes(o.left.shape[1])
+    write_pieces(domain, o.left, packed[:, :width], packed[:, width:] if twice else None)
+    return Operands(packed, matrix, session.world.gather(packed))
 
 
 def normal(world: World, dtype: torch.dtype, seed: int, shared: bool = False) -> Callable[..., torch.Tensor]:
@@ -218,7 +232,8 @@ def overlapped(case: Case, domain: OverlapDomain, choice: Choice, like: Operands
             if kind.gathers:
                 return plan.start(domain, tag, o.left).matmul(o.right)
             if kind.reduces:
-                return plan.start(domain, tag, o.left, o.right).finish()
+                right = o.by_rank if plan.method == "chunked" and o.by_rank is not None else o.right
+                return plan.start(domain, tag, o.left, right).finish()
             if kind.splits_columns:
                 y = o.left.new_empty(ranks, len(o.left), o.right.shape[1] // ranks)
                 return plan.start(domain, tag, o.left, o.right, y).received().flatten(0, 1)
