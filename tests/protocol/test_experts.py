@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap_train import OverlapConfig, dispatch_linear, expert_routing, linear_combine, shutdown
+from overlap_train import OverlapConfig, OverlapTimeoutError, dispatch_linear, expert_routing, linear_combine, shutdown
 from overlap_train.group.registry import tell_peers
 from overlap_train.ops.experts import NO_MEMORY, OVERFLOW
+from overlap_train.ops.plan import Planner
 from tests.expert_cases import NAMED, Experts, any_problem, check_problem, sum_in_order
 from tests.linear_cases import Case
 from tests.processes import run_ranks, values
@@ -145,6 +150,43 @@ def test_overflow_and_chunked_calls_in_turn() -> None:
     assert values(run_ranks(3, _in_flight)) == [Counter(chunked=4, collective=4)] * 3
 
 
+def _as_on_gpus() -> Any:
+    """Counts travel as flagged words, by the kernel of GPUs in the interpreter."""
+    plain = Planner.amax_gather
+    return mock.patch.object(Planner, "amax_gather", lambda self, own, _: plain(self, own, torch.device("cuda")))
+
+
+def _by_words(rank: int, world: int) -> None:
+    with _as_on_gpus():
+        for seed, name in enumerate(("dropped", "a rank without tokens", "top 1")):
+            check_problem(_case(), NAMED[name](world), seed)
+    shutdown()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_counts_travel_as_flagged_words(world: int) -> None:
+    values(run_ranks(world, _by_words))
+
+
+def _silent(rank: int, world: int, by_words: bool) -> str:
+    """Rank 1 makes one call less."""
+    case = Case(dist.group.WORLD, CPU, OverlapConfig(timeout_s=1.0))
+    with _as_on_gpus() if by_words else nullcontext():
+        try:
+            for _ in range(2 - rank):
+                expert_routing(torch.ones(3, 2 * world, dtype=torch.bool), group=case.group, config=case.config)
+        except OverlapTimeoutError as error:
+            return str(error)
+    time.sleep(4.0)
+    return "nothing"
+
+
+@pytest.mark.parametrize("by_words", [False, True])
+def test_a_rank_that_leaves_out_a_routing_is_named(by_words: bool) -> None:
+    said, _ = values(run_ranks(2, _silent, by_words))
+    assert re.search(r"expert_routing/fprop.*rank 1", said), said
+
+
 def _two_nodes(rank: int, world: int) -> str:
     method = check_problem(_case("auto", node_ranks=1), NAMED["dropped"](world), seed=3)
     shutdown()
@@ -185,6 +227,16 @@ def test_gradients_of_weights_go_into_main_grad() -> None:
     values(run_ranks(2, _main_grads))
 
 
+class _Copies(TorchDispatchMode):
+    """Counts copies of received rows to their places."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.rows += func is torch.ops.aten.index_copy_.default and args[0].dim() == 2
+        return func(*args, **kwargs or {})
+
+
 def _frozen(rank: int, world: int) -> None:
     case, w = _case(), torch.ones(2, 8, 8)
     chosen = Experts(2 * world, 2, (6,) * world).chosen(0)[rank]
@@ -207,9 +259,15 @@ def _frozen(rank: int, world: int) -> None:
         for name, gradient in found.items():
             assert (gradient is not None) == (name in trained)
             assert gradient is None or torch.equal(gradient, everything[name])  # type: ignore[arg-type]
-    with torch.no_grad():
+    with torch.no_grad(), _Copies() as copies:
         y, p = dispatch_linear(torch.ones(6, 8), w, routing, config=case.config)
-    assert p is None and not y.requires_grad
+    assert p is None and not y.requires_grad and not copies.rows
+    with _Copies() as copies:
+        run("x")
+    assert not copies.rows
+    with _Copies() as copies:
+        run("w1", "w2")
+    assert copies.rows == 2 * world
     shutdown()
 
 
