@@ -146,7 +146,7 @@ class _DispatchLinear(torch.autograd.Function):
         numbers = None if probs is None else probs[routing.pairs].float()
         with op.forward:
             gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, x, numbers, op.keeps)
-            y = gather.matmul(_product(weights, weights, transposed=True))
+            y = gather.matmul(GroupedProduct(weights, True, weights[0]))
         ctx.op, ctx.routing, ctx.weights = op, routing, weights  # weights: for what they carry, as in linear.py
         ctx.of_probs = None if probs is None else (probs.shape, probs.dtype)
         ctx.save_for_backward(gather.rows if op.keeps else None, *weights)
@@ -162,7 +162,7 @@ class _DispatchLinear(torch.autograd.Function):
         numbers = of_rows.float() if wants_dprobs and of_rows is not None else None
         with op.backward[wants_dx or wants_dprobs, any(wants_dws)]:
             if wants_dx or wants_dprobs:
-                product = _product(ctx.weights, weights, transposed=False)
+                product = GroupedProduct(weights, False, ctx.weights[0])
                 combine = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dy, product, numbers)
             dws = _weight_gradients(ctx, op, dy, rows)
             if combine is not None:
@@ -180,7 +180,7 @@ class _LinearCombine(torch.autograd.Function):
         *weights, op, routing = others
         a = a.contiguous()
         with op.forward:
-            product = _product(weights, weights, transposed=True)
+            product = GroupedProduct(weights, True, weights[0])
             z: torch.Tensor = op.plan.fprop.start(op.domain, op.tags.fprop, routing, a, product).finish()
         ctx.op, ctx.routing, ctx.weights = op, routing, weights
         ctx.save_for_backward(a if op.keeps else None, *weights)
@@ -193,14 +193,9 @@ class _LinearCombine(torch.autograd.Function):
         wants_da, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
         with op.backward[True, any(wants_dws)]:  # the peers want dz, whatever this rank does
             gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dz.contiguous(), None, any(wants_dws))
-            da = gather.matmul(_product(ctx.weights, weights, transposed=False) if wants_da else None)
+            da = gather.matmul(GroupedProduct(weights, False, ctx.weights[0]) if wants_da else None)
             dws = _weight_gradients(ctx, op, gather.rows, a)
         return da, *dws, None, None
-
-
-def _product(given: Sequence[Any], weights: Sequence[torch.Tensor], transposed: bool) -> GroupedProduct:
-    """given: the weights as the caller has them, with what they carry."""
-    return GroupedProduct(weights, transposed, getattr(given[0], "stacked", None))
 
 
 def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from overlap_train import dispatch_linear, expert_routing, linear_combine
-from overlap_train.ops.grouped import StackedWeights
 from tests.linear_cases import Case
 
 
@@ -100,7 +99,7 @@ def check_problem(case: Case, problem: Experts, seed: int) -> str:
     routing = expert_routing(chosen[rank].to(case.device), group=case.group, config=case.config)
     x_leaf, a_leaf, probs_leaf = leaf(x[rank]), leaf(a[rank]), probs[rank].float().to(case.device).requires_grad_()
     w1_leaves, w2_leaf = [leaf(w1[e]) for e in experts], leaf(w2[mine])
-    w1_leaves[0].stacked = StackedWeights()  # type: ignore[attr-defined]
+    w1_leaves[0].stacked = None  # type: ignore[attr-defined]
     y, p = dispatch_linear(
         x_leaf, w1_leaves, routing, probs_leaf, on_plan=lambda plan, _: ran.append(plan.fprop.method), **settings
     )

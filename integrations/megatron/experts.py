@@ -33,11 +33,7 @@ from overlap_train.ops.spec import other_autocast
 from overlap_train.select.autotune import Autotune
 
 # Of Megatron itself and of TransformerEngine as it wraps them: what stands in their place, as an adapter, is not called by ours.
-_LINEARS = frozenset(
-    f"{kind}{side}Parallel{of}Linear"
-    for side in ("Column", "Row")
-    for kind, of in (("", ""), ("TE", ""), ("TE", "Grouped"))
-)
+_LINEARS = re.compile("(TE)?(Column|Row)Parallel(Grouped)?Linear")
 _PARTS, _DDP = ("linear_fc1", "linear_fc2"), distributed_data_parallel.__name__
 _RULES = (  # what a model's config must say: setting, value, why
     ("moe_token_dispatcher_type", "alltoall", "ours takes the place of its exchange"),
@@ -45,11 +41,7 @@ _RULES = (  # what a model's config must say: setting, value, why
     ("add_bias_linear", False, "experts have no bias here"),
     ("moe_shared_expert_overlap", False, "shared experts then run inside Megatron's exchange"),
     ("overlap_moe_expert_parallel_comm", False, "another micro-batch hides the exchange"),
-    (
-        "overlap_dispatch_backward_with_experts_wgrad",
-        False,
-        "weight gradients run under the exchange of the same layer",
-    ),
+    ("overlap_dispatch_backward_with_experts_wgrad", False, "weight gradients run under an exchange already"),
     ("moe_latent_size", None, "experts take the rows of the layer"),
     ("moe_apply_probs_on_input", False, "probabilities are applied in the activation"),
     ("moe_paged_stash", False, "rows stay where they are"),
@@ -88,7 +80,8 @@ class _OverlappedExperts:
 
     def preprocess(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         overlap = self.overlap
-        overlap.routing, reason = None, broken_rule(self.config, _RULES) or _call_reason(self, hidden_states)
+        overlap.routing, reason = None, broken_rule(self.config, _RULES) or _linear_reason(self.experts)
+        reason = reason or _hook_reason(overlap.modules) or _call_reason(self, hidden_states)
         if reason is not None:
             overlap.count(reason)
             return super().preprocess(hidden_states, probs, routing_map)  # type: ignore[misc]
@@ -106,16 +99,14 @@ class _OverlappedExperts:
         if routing is None:
             return super().routed_experts_compute(hidden_states, probs)  # type: ignore[misc]
         for module in overlap.modules:  # nobody calls them
-            for (
-                hook
-            ) in module._forward_pre_hooks.values():  # by which data parallelism gathers parameters (_hook_reason)
+            for hook in module._forward_pre_hooks.values():  # by which data parallelism gathers parameters
                 hook(module)
             if attribute(module, "is_first_microbatch", False):  # as TransformerEngine's forward does
                 module.is_first_microbatch = False
         config, x = overlap.config_of_call(experts), hidden_states.reshape(-1, hidden_states.shape[-1])
         w1, w2 = (weights_of(experts, part) for part in _PARTS)
         for part, weights in zip(_PARTS, (w1, w2), strict=True):
-            renew_stack(linears_of(experts, part)[0], weights)
+            renew_stack(linears_of(experts, part)[0], weights[0])
         y, p = dispatch_linear(
             x, w1, routing, probs, config=config, name=f"{overlap.name}.linear_fc1", on_plan=overlap.note_plan
         )
@@ -194,18 +185,16 @@ def why_not_experts(layer: Any) -> str | None:
     if is_sequential and any(type(expert) is not MLP for expert in experts.local_experts):
         return f"experts of the class {type(experts.local_experts[0]).__name__} have no overlapped form"
     reason = _linear_reason(experts)
-    if reason is not None:
-        return reason
-    if any(getattr(weight, "__fsdp_param__", False) for part in _PARTS for weight in weights_of(experts, part)):
+    if reason is None and hasattr(weights_of(experts, "linear_fc1")[0], "__fsdp_param__"):
         return "Megatron-FSDP owns the weights' gradients"
-    return None
+    return reason
 
 
 def _linear_reason(experts: Any) -> str | None:
     """What the experts' linears do that ours would leave out, or None."""
     for part in _PARTS:
         for linear in linears_of(experts, part):
-            if type(linear).__name__ not in _LINEARS:
+            if _LINEARS.fullmatch(type(linear).__name__) is None:
                 return f"{type(linear).__name__} in the place of an expert's linear"
             if attribute(linear, "te_quant_params", None) is not None:
                 return "quantized by TransformerEngine (te_quant_params)"
@@ -225,9 +214,6 @@ def _hook_reason(modules: Iterable[Any]) -> str | None:
 
 def _call_reason(layer: Any, x: torch.Tensor) -> str | None:
     """Why a call runs Megatron's exchange, in a layer of which others overlap; None where it does not."""
-    reason = _linear_reason(layer.experts) or _hook_reason(layer.overlap.modules)
-    if reason is not None:
-        return reason
     weight = weights_of(layer.experts, "linear_fc1")[0]
     if x.dtype != weight.dtype:
         return f"input is {x.dtype}, weight {weight.dtype}"

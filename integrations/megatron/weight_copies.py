@@ -4,7 +4,6 @@ weights that TransformerEngine keeps in fp8 itself (--fp8-param-gather).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from overlap_train import Fp8Copies
 from overlap_train.integrations.megatron.conditions import attribute, is_in_fp8
-from overlap_train.ops.grouped import StackedWeights
 
 
 def renew_copies(linear: Any, weight: torch.Tensor, in_fp8: bool = False) -> None:
@@ -26,13 +24,10 @@ def renew_copies(linear: Any, weight: torch.Tensor, in_fp8: bool = False) -> Non
         copies.clear()
 
 
-def renew_stack(linear: Any, weights: Sequence[torch.Tensor]) -> None:
-    """The same of experts' weights, which lie apart and which grouped kernels want together. linear: of the first."""
-    stack = attribute(weights[0], "stacked", None)
-    if stack is None:
-        weights[0].stacked = StackedWeights()  # type: ignore[attr-defined]
-    elif not is_of_this_step(linear, weights[0]):
-        stack.clear()
+def renew_stack(linear: Any, first: Any) -> None:
+    """The same of experts' weights, of which grouped products keep one tensor at the first one (ops/grouped.py)."""
+    if not is_of_this_step(linear, first):
+        first.stacked = None
 
 
 def is_of_this_step(linear: Any, weight: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ Plans hold for every number of rows. What a call needs of a slot decides: there 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,7 @@ from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
-from .spec import DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, tensor_error
+from .spec import DISPATCH_LINEAR, DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
 NO_MEMORY = "more rows for one rank than slots hold (symmetric_mib, or a CUDA graph holds their addresses)"
@@ -41,14 +42,14 @@ def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfi
     key = (EXPERT_ROUTING.name, experts, config)
     known = cache.plans.get(key)
     if known is None or problem is not None:
-        topology = domain.topology
-        own = _engine(Kind.AG_GEMM, *_method(config, topology), topology, torch.float32)
-        gather = Planner(topology, config).amax_gather(own, domain.device)  # as few numbers as those
-        nbytes = 4 * experts * world
-        request = Request(
-            EXPERT_ROUTING.name, f"rows of {experts} experts", nbytes * (gather.method == "chunked"),
-            flagged_bytes(nbytes, world) * (gather.method == LOW_LATENCY), f"method {config.method}",
-        )  # fmt: skip
+        what, nbytes = (
+            Request(EXPERT_ROUTING.name, f"rows of {experts} experts", how=f"method {config.method}"),
+            4 * experts * world,
+        )
+        dispatch = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, torch.int32, what)
+        gather = Planner(domain.topology, config).amax_gather(dispatch.fprop, domain.device)  # as few numbers as those
+        words = flagged_bytes(nbytes, world) * (gather.method == LOW_LATENCY)
+        request = replace(what, slot_bytes=nbytes * (gather.method == "chunked"), flagged_bytes=words)
         _agree(domain, request, problem, name, known is not None)
         plan = Plan(EXPERT_ROUTING, config, gather, gather, gather, None, request, torch.int32, rows=0)
         known = cache.plans.put(key, {None: Planned(domain, plan)})
@@ -73,40 +74,25 @@ def expert_op(
         raise RuntimeError(f"{name}: its routing was made before shutdown(); make another one")
     cache = cache_of(domain, name)
     config = config or cache.defaults
-    trained = dict(x=x.requires_grad, w=any(weight.requires_grad for weight in weights))
-    if probs is not None:
-        trained["probs"] = probs.requires_grad
-    trains = in_words(trained)
+    trained = dict(x=x.requires_grad, w=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+    trains = in_words(trained if probs is None else trained | dict(probs=probs.requires_grad))
     # All that is checked once: of known calls only the number of rows may be wrong.
     kinds = frozenset((type(each), each.shape, each.dtype, each.device) for each in weights)
     of_probs = None if probs is None else (probs.shape[1:], probs.dtype)
-    key = (
-        spec.name,
-        routing.experts,
-        routing.device,
-        len(weights),
-        kinds,
-        x.shape[1:],
-        x.dtype,
-        x.device,
-        of_probs,
-        trains,
-        config,
-    )
+    key = (spec.name, routing.experts, len(weights), kinds, x.shape[1:], x.dtype, x.device, of_probs, trains, config)
     known = cache.plans.get(key)
     rows = routing.tokens_here if spec.sends_input else routing.rows_received
-    fits = known is not None and len(x) == rows and (probs is None or len(probs) == routing.tokens_here)
+    fits = known is not None and len(x) == rows and x.device == routing.device
+    fits = fits and (probs is None or len(probs) == routing.tokens_here)
     problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
     problem = problem or (None if fits else _error(spec, x, weights, probs, routing, config, rows, name))
     asked, overflow = (0, None) if problem is not None else _memory(spec, weights[0], routing, config)
     if known is None or problem is not None or asked:
         what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(x.dtype)}"
-        how = f"method {config.method}, experts_room={config.experts_room:g}"
-        request = Request(spec.name, what, asked, how=how)
+        request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
         _agree(domain, request, problem, name, known is not None, trains)
-        trains_w = torch.is_grad_enabled() and trained["w"]
         known = cache.plans.put(key, {
-            why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why), trains_w)
+            why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why), trained["w"])
             for why in (None, *OVERFLOWS)
         })  # fmt: skip
     op = known[overflow].linear(name)
@@ -151,26 +137,22 @@ def make_expert_plan(
     overflow: str | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for rows of a dtype. overflow: why slots are too small for a call, or None."""
-    method, reason = _method(config, topology)
+    method, reason = "chunked", "experts run by no kernel of ours yet"
+    if topology.nodes > 1:
+        method, reason = "collective", f"the group spans {topology.nodes} nodes"
+    elif config.method in ("collective", "chunked"):
+        method, reason = config.method, "asked for"
     if overflow is not None and method != "collective":
         method, reason = "collective", overflow
     elif config.tune_steps:
         reason += "; tune_steps measures no experts"
-    fprop, dgrad = (_engine(kind, method, reason, topology, dtype) for kind in (spec.fprop, spec.fprop.dgrad))
+
+    def engine(kind: Kind) -> EnginePlan:
+        order = sources(topology)
+        return EnginePlan(kind, reason, Method(method), LIBRARY, HOPPER_TILE, 1, Transfers(()), order, dtype)
+
+    fprop, dgrad = engine(spec.fprop), engine(spec.fprop.dgrad)
     return Plan(spec, config, fprop, dgrad, dgrad, None, request, dtype, rows=0)
-
-
-def _method(config: OverlapConfig, topology: Topology) -> tuple[str, str]:
-    """How calls that slots hold run, and why."""
-    if topology.nodes > 1:
-        return "collective", f"the group spans {topology.nodes} nodes"
-    if config.method in ("collective", "chunked"):
-        return config.method, "asked for"
-    return "chunked", "experts run by no kernel of ours yet"
-
-
-def _engine(kind: Kind, method: str, reason: str, topology: Topology, dtype: torch.dtype) -> EnginePlan:
-    return EnginePlan(kind, reason, Method(method), LIBRARY, HOPPER_TILE, 1, Transfers(()), sources(topology), dtype)
 
 
 def _error(

@@ -14,27 +14,6 @@ from .routing import Places
 _LEAST_EXPERTS = 8  # below, a product for each expert is as fast
 
 
-class StackedWeights:
-    """Weights of experts that lie apart, as one tensor [E/W, N, K], kept for the next calls: `weights[0].stacked =
-    StackedWeights()` asks for it. It takes as much memory as they. Whoever changes a weight calls `clear()` before the next call,
-    as of Fp8Copies (quantize.py)."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def __reduce__(self) -> tuple[Any, ...]:  # other weights', as a copy or from a file: empty
-        return StackedWeights, ()
-
-    def clear(self) -> None:
-        self._made, self._made_of = torch.empty(0), list[tuple[int, int]]()
-
-    def of(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        of = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
-        if self._made_of != of:
-            self._made, self._made_of = torch.stack([*weights]), of
-        return self._made
-
-
 def _has_kernel(device: torch.device) -> bool:
     """Whether a grouped product is a kernel there, and not operations between which the host waits."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -42,10 +21,11 @@ def _has_kernel(device: torch.device) -> bool:
 
 class GroupedProduct:
     """Products with the weights [N, K] of this rank's experts. transposed: of rows [*, K] with w.T; else of rows [*, N].
-    stack: where those that lie apart are kept together; None: each is multiplied by itself."""
+    first: weights[0] as the caller has it. Weights that lie apart are put together where it has an attribute `stacked`, and kept
+    there, until it is set to None; else each is multiplied by itself."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], transposed: bool, stack: StackedWeights | None = None) -> None:
-        self._weights, self._transposed, self._stack = weights, transposed, stack
+    def __init__(self, weights: Sequence[torch.Tensor], transposed: bool, first: Any = None) -> None:
+        self._weights, self._transposed, self._first = weights, transposed, first
         self.features: int = weights[0].shape[0 if transposed else 1]
 
     def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
@@ -99,4 +79,6 @@ class GroupedProduct:
         )  # fmt: skip
         if lie_together:
             return first.as_strided((len(self._weights), *first.shape), (size, *first.stride()), origin)
-        return None if self._stack is None else self._stack.of(self._weights)
+        if getattr(self._first, "stacked", self) is None:
+            self._first.stacked = torch.stack([*self._weights])
+        return getattr(self._first, "stacked", None)
