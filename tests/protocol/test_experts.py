@@ -133,15 +133,16 @@ def _in_flight(rank: int, world: int) -> Counter[str]:
     for order in (1, -1):
         waiting = []
         for number, popular in enumerate((0, 2, 0, 1)):
-            x = torch.full((6 * world, 8), number + 1.0, requires_grad=True)
+            value = torch.arange(6.0 * world)[:, None] + 100 * number + 10 * rank
+            x = value.expand(-1, 8).clone().requires_grad_()
             routing = expert_routing(_in_turn(len(x), 2 * world, popular), group=case.group, config=case.config)
             y, _ = dispatch_linear(
                 x, w1, routing, config=case.config, on_plan=lambda plan, _: ran.update([plan.fprop.method])
             )
-            waiting.append((x, linear_combine(y, w2, routing, config=case.config)))
-        for number, (x, z) in [*enumerate(waiting)][::order]:
-            (z * (number + 1)).sum().backward()
-            assert (z == 64 * (number + 1)).all() and (x.grad == 64 * (number + 1)).all()
+            waiting.append((value, x, linear_combine(y, w2, routing, config=case.config)))
+        for value, x, z in waiting[::order]:
+            (z * value).sum().backward()
+            assert (z == 64 * value).all() and (x.grad == 64 * value).all()
     shutdown()
     return ran
 
