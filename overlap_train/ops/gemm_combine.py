@@ -59,10 +59,9 @@ class ChunkedGemmCombine:
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
         product: GroupedProduct, numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._routing, self._has_numbers = routing, numbers is not None
-        self.numbers: torch.Tensor | None = None
+        self._routing, self.numbers = routing, numbers
         received, sent = routing.received, routing.sent
-        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, self._has_numbers)
+        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, numbers is not None)
         for peer in (*messages.call.peers, domain.rank):
             rows, of_rows = messages.leaving(peer)
             product.out_of(a, routing.places[peer], rows)
@@ -73,7 +72,7 @@ class ChunkedGemmCombine:
     def finish(self) -> torch.Tensor:
         messages = self._messages
         messages.call.wait_for_all()
-        if self._has_numbers:
+        if self.numbers is not None:
             self.numbers = torch.cat([messages.arriving(source)[1] for source in range(self._routing.world_size)])
         return self._routing.sum_of_tokens(messages.call.gathered, messages.capacity)
 

@@ -69,19 +69,15 @@ class Routing:
         self.places = [*map(Places, starts.tolist(), here.tolist(), indices, ends)]
 
     @cached_property
-    def _pairs(self) -> torch.Tensor:
-        """(expert, token) of each row in sent order: int64 [N, 2]."""
-        return torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent)
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(token, expert) of each row in sent order, as an index of [T, E]: int64 [N] each."""
+        pairs = torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent).t().contiguous()
+        return pairs[1], pairs[0]
 
-    @cached_property
+    @property
     def tokens(self) -> torch.Tensor:
         """The token of each row in sent order: int64 [N]."""
-        return self._pairs[:, 1].contiguous()
-
-    @cached_property
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token, expert) of each row in sent order, as an index of [T, E]."""
-        return self.tokens, self._pairs[:, 0]
+        return self.pairs[0]
 
     @cached_property
     def _by_token(self) -> torch.Tensor:
@@ -91,7 +87,7 @@ class Routing:
     @cached_property
     def _in_message(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(place in its message, rank that it goes to) of each row in `_by_token`: int64 [N]."""
-        rank = self._pairs[:, 0] // (self.experts // self.world_size)
+        rank = self.pairs[1] // (self.experts // self.world_size)
         return self._place_in_message[self._by_token], rank[self._by_token]
 
     @cached_property
