@@ -10,7 +10,6 @@ then source rank, then token (ops/routing.py).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -20,12 +19,10 @@ import torch.distributed as dist
 from .config import OverlapConfig
 from .group.domain import profiled
 from .group.registry import domain_of
-from .group.signals import Tag
 from .linear import applied, once_differentiable, run_eagerly
-from .ops import collective
-from .ops.experts import expert_op
+from .ops.experts import expert_op, routing_op
 from .ops.grouped import GroupedProduct
-from .ops.plan_cache import OnPlan, cache_of
+from .ops.plan_cache import OnPlan
 from .ops.planned import PlannedOp
 from .ops.routing import Routing
 from .ops.spec import DISPATCH_LINEAR, LINEAR_COMBINE
@@ -37,7 +34,6 @@ Weights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 def expert_routing(
     experts: torch.Tensor,
     *,
-    num_experts: int | None = None,
     group: dist.ProcessGroup,
     config: OverlapConfig | None = None,
     name: str = "expert_routing",
@@ -46,36 +42,27 @@ def expert_routing(
     rows they have for each expert, and the host waits for that: it decides how much memory the rows take.
 
     Args:
-        experts: bool [T, E], which experts each token of this rank goes to, as Megatron has it; or their numbers, int [T, k],
-            with num_experts=E. A negative one is none: the token was dropped there. T may differ between ranks.
+        experts: bool [T, E], which experts each token of this rank goes to. T may differ between ranks.
         group: the expert-parallel group; all its ranks make the same calls in the same order.
         config, name: see all_gather_linear.
 
     Raises:
-        ValueError: E cannot be divided by W, or experts is neither of the two.
+        ValueError: experts is something else, or E cannot be divided by W; on all ranks at a first call.
         OverlapTimeoutError, OverlapMismatchError: a rank did not come, or is in another call.
         RuntimeError: a CUDA graph is being captured.
     """
     if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(expert_routing, experts, num_experts=num_experts, group=group, config=config, name=name)  # type: ignore[no-any-return]
+        return run_eagerly(expert_routing, experts, group=group, config=config, name=name)  # type: ignore[no-any-return]
     domain = domain_of(group, config, experts.device)
-    cache_of(domain, name)
     if domain.is_capturing():
         raise RuntimeError(
             f"{name}: a CUDA graph is being captured, and the host has to wait for how many rows there are; leave experts out"
         )
-    with domain.exclusively(name):
-        chosen = _chosen(experts, num_experts, domain.world_size, name)
-    number = chosen.shape[1]
-    tag = _tag(name, number)
-    with domain.operator(tag, slots=0, shown_as="experts/routing"), torch.no_grad():
-        domain.collective_calls.enter(tag)
-        counts = chosen.sum(0).view(1, number)
-        of_ranks = counts.new_empty(domain.world_size, number)
-        work = collective.all_gather(of_ranks, counts, group)
-        if work is not None:
-            work.wait()
-        return Routing(chosen, of_ranks.cpu(), domain.rank, domain)
+    op = routing_op(experts, domain, config, name)
+    with op.forward, torch.no_grad():
+        counts = experts.sum(0, dtype=torch.int32).view(1, -1)
+        of_ranks = op.plan.fprop.start(domain, op.tags.fprop, counts).gathered_copy().cpu()
+    return Routing(experts, of_ranks.long(), domain)  # behind the scope: it raises where a wait has failed on the GPU
 
 
 def dispatch_linear(
@@ -147,35 +134,9 @@ def linear_combine(
     return z
 
 
-@functools.cache
-def _tag(name: str, number: int) -> Tag:
-    """That of a routing of so many experts. It is kept: errors name what is still there."""
-    return Tag(f"{name}/routing", f"rows of {number} experts")
-
-
 def _each(w: Weights) -> Sequence[torch.Tensor]:
     """The weights of the experts, one by one."""
     return w.unbind(0) if isinstance(w, torch.Tensor) else w
-
-
-def _chosen(experts: torch.Tensor, num_experts: int | None, world_size: int, name: str) -> torch.Tensor:
-    """bool [T, E] of either form."""
-    what = f"{name}: experts is {experts.dtype} {tuple(experts.shape)}"
-    if experts.dim() != 2 or experts.is_floating_point():
-        raise ValueError(f"{what}; it must be bool [T, E], or numbers of experts, int [T, k]")
-    if experts.dtype != torch.bool:
-        if num_experts is None:
-            raise ValueError(f"{what}, without num_experts; pass how many experts there are")
-        numbers = torch.where(experts < 0, num_experts, experts.long())
-        experts = torch.zeros(len(experts), num_experts + 1, dtype=torch.bool, device=experts.device)
-        experts = experts.scatter_(1, numbers, True)[:, :num_experts]
-    number = experts.shape[1]
-    if number % world_size or num_experts not in (None, number) or not number:
-        raise ValueError(
-            f"{what}, num_experts={num_experts}, {number} experts; their number must be divisible by the group's {world_size} "
-            f"ranks, and num_experts, where it is given, the same"
-        )
-    return experts
 
 
 class _DispatchLinear(torch.autograd.Function):
@@ -184,11 +145,11 @@ class _DispatchLinear(torch.autograd.Function):
         *weights, probs, op, routing = others
         numbers = None if probs is None else probs[routing.pairs].float()
         with op.forward:
-            gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, x, numbers)
-            y = gather.matmul(GroupedProduct(weights, transposed=True))
+            gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, x, numbers, op.keeps)
+            y = gather.matmul(GroupedProduct(weights, True, weights[0]))
         ctx.op, ctx.routing, ctx.weights = op, routing, weights  # weights: for what they carry, as in linear.py
         ctx.of_probs = None if probs is None else (probs.shape, probs.dtype)
-        ctx.save_for_backward(gather.rows if any(ctx.needs_input_grad[1 : 1 + len(weights)]) else None, *weights)
+        ctx.save_for_backward(gather.rows if op.keeps else None, *weights)
         return y, None if probs is None else gather.numbers.to(probs.dtype)
 
     @staticmethod
@@ -201,7 +162,7 @@ class _DispatchLinear(torch.autograd.Function):
         numbers = of_rows.float() if wants_dprobs and of_rows is not None else None
         with op.backward[wants_dx or wants_dprobs, any(wants_dws)]:
             if wants_dx or wants_dprobs:
-                product = GroupedProduct(weights, transposed=False)
+                product = GroupedProduct(weights, False, ctx.weights[0])
                 combine = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dy, product, numbers)
             dws = _weight_gradients(ctx, op, dy, rows)
             if combine is not None:
@@ -219,10 +180,10 @@ class _LinearCombine(torch.autograd.Function):
         *weights, op, routing = others
         a = a.contiguous()
         with op.forward:
-            product = GroupedProduct(weights, transposed=True)
+            product = GroupedProduct(weights, True, weights[0])
             z: torch.Tensor = op.plan.fprop.start(op.domain, op.tags.fprop, routing, a, product).finish()
         ctx.op, ctx.routing, ctx.weights = op, routing, weights
-        ctx.save_for_backward(a if any(ctx.needs_input_grad[1 : 1 + len(weights)]) else None, *weights)
+        ctx.save_for_backward(a if op.keeps else None, *weights)
         return z
 
     @staticmethod
@@ -230,13 +191,9 @@ class _LinearCombine(torch.autograd.Function):
     def backward(ctx: Any, dz: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         op, routing, (a, *weights) = ctx.op, ctx.routing, ctx.saved_tensors
         wants_da, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
-        da = None
         with op.backward[True, any(wants_dws)]:  # the peers want dz, whatever this rank does
-            gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dz.contiguous())
-            if wants_da:
-                da = gather.matmul(GroupedProduct(weights, transposed=False))
-            else:
-                gather.receive()
+            gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dz.contiguous(), None, any(wants_dws))
+            da = gather.matmul(GroupedProduct(weights, False, ctx.weights[0]) if wants_da else None)
             dws = _weight_gradients(ctx, op, gather.rows, a)
         return da, *dws, None, None
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.distributed import distributed_data_parallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as megatron_experts
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -25,28 +26,24 @@ from overlap_train import OverlapConfig, Routing, dispatch_linear, expert_routin
 from overlap_train.group.registry import domain_of
 from overlap_train.integrations.megatron.conditions import attribute, broken_rule
 from overlap_train.integrations.megatron.linears import LinearOverlap, Model, chunks_of, derived
-from overlap_train.ops.experts import OVERFLOW
+from overlap_train.integrations.megatron.weight_copies import renew_stack
+from overlap_train.ops.experts import OVERFLOWS
 from overlap_train.ops.plan import Plan
 from overlap_train.ops.spec import other_autocast
 from overlap_train.select.autotune import Autotune
 
+# Of Megatron itself and of TransformerEngine as it wraps them: what stands in their place, as an adapter, is not called by ours.
+_LINEARS = re.compile("(TE)?(Column|Row)Parallel(Grouped)?Linear")
+_PARTS, _DDP = ("linear_fc1", "linear_fc2"), distributed_data_parallel.__name__
 _RULES = (  # what a model's config must say: setting, value, why
     ("moe_token_dispatcher_type", "alltoall", "ours takes the place of its exchange"),
     ("moe_pad_expert_input_to_capacity", False, "experts take the rows that there are"),
     ("add_bias_linear", False, "experts have no bias here"),
     ("moe_shared_expert_overlap", False, "shared experts then run inside Megatron's exchange"),
     ("overlap_moe_expert_parallel_comm", False, "another micro-batch hides the exchange"),
-    ("delay_wgrad_compute", False, "weight gradients run under the exchange of the same layer"),
-    (
-        "overlap_dispatch_backward_with_experts_wgrad",
-        False,
-        "weight gradients run under the exchange of the same layer",
-    ),
+    ("overlap_dispatch_backward_with_experts_wgrad", False, "weight gradients run under an exchange already"),
     ("moe_latent_size", None, "experts take the rows of the layer"),
     ("moe_apply_probs_on_input", False, "probabilities are applied in the activation"),
-    ("moe_router_padding_for_quantization", False, "the router's rows are not padded"),
-    ("moe_router_padding_for_fp8", False, "the router's rows are not padded"),
-    ("moe_single_grouped_weight", False, "each expert has a weight of its own"),
     ("moe_paged_stash", False, "rows stay where they are"),
     ("fp8", None, "experts multiply in the dtype of their weights"),
     ("fp4", None, "experts multiply in the dtype of their weights"),
@@ -65,12 +62,15 @@ class ExpertOverlap(LinearOverlap):
     routing: Routing | None = None
 
     def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
-        super().note_plan(plan, trial)
-        self.count(OVERFLOW if plan.fprop.reason == OVERFLOW else None)
+        """Notes the last plan by which a call overlapped, as far as some have: the others are counted."""
+        overflow = plan.fprop.reason if plan.fprop.reason in OVERFLOWS else None
+        if overflow is None or self.plan is None:
+            super().note_plan(plan, trial)
+        self.count(overflow)
 
     def config_of_call(self, experts: Any) -> OverlapConfig:
         """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion."""
-        linear = (experts if _is_grouped(experts) else experts.local_experts[0]).linear_fc1
+        linear = linears_of(experts, "linear_fc1")[0]
         fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
         return self._configs[bool(fused), "off"]
 
@@ -80,7 +80,8 @@ class _OverlappedExperts:
 
     def preprocess(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         overlap = self.overlap
-        overlap.routing, reason = None, broken_rule(self.config, _RULES) or _call_reason(self, hidden_states)
+        overlap.routing, reason = None, broken_rule(self.config, _RULES) or _linear_reason(self.experts)
+        reason = reason or _hook_reason(overlap.modules) or _call_reason(self, hidden_states)
         if reason is not None:
             overlap.count(reason)
             return super().preprocess(hidden_states, probs, routing_map)  # type: ignore[misc]
@@ -99,11 +100,13 @@ class _OverlappedExperts:
             return super().routed_experts_compute(hidden_states, probs)  # type: ignore[misc]
         for module in overlap.modules:  # nobody calls them
             for hook in module._forward_pre_hooks.values():  # by which data parallelism gathers parameters
-                hook(module, None)
+                hook(module)
             if attribute(module, "is_first_microbatch", False):  # as TransformerEngine's forward does
                 module.is_first_microbatch = False
         config, x = overlap.config_of_call(experts), hidden_states.reshape(-1, hidden_states.shape[-1])
-        w1, w2 = (weights_of(experts, part) for part in ("linear_fc1", "linear_fc2"))
+        w1, w2 = (weights_of(experts, part) for part in _PARTS)
+        for part, weights in zip(_PARTS, (w1, w2), strict=True):
+            renew_stack(linears_of(experts, part)[0], weights[0])
         y, p = dispatch_linear(
             x, w1, routing, probs, config=config, name=f"{overlap.name}.linear_fc1", on_plan=overlap.note_plan
         )
@@ -147,12 +150,17 @@ def _between(
     return z
 
 
+def linears_of(experts: Any, part: str) -> list[Any]:
+    """The linears called `part` ("linear_fc1") of this rank's experts: one for all, or one each."""
+    return [getattr(each, part) for each in ([experts] if _is_grouped(experts) else experts.local_experts)]
+
+
 def weights_of(experts: Any, part: str) -> list[torch.Tensor]:
-    """The weights of a linear ("linear_fc1") of this rank's experts, one by one."""
+    """Their weights, one by one."""
+    linears = linears_of(experts, part)
     if _is_grouped(experts):
-        linear = getattr(experts, part)
-        return [getattr(linear, f"weight{number}") for number in range(experts.num_local_experts)]
-    return [getattr(expert, part).weight for expert in experts.local_experts]
+        return [getattr(linears[0], f"weight{number}") for number in range(experts.num_local_experts)]
+    return [linear.weight for linear in linears]
 
 
 def _is_grouped(experts: Any) -> bool:
@@ -176,12 +184,31 @@ def why_not_experts(layer: Any) -> str | None:
         return "expert tensor parallelism: each expert must be on one rank"
     if is_sequential and any(type(expert) is not MLP for expert in experts.local_experts):
         return f"experts of the class {type(experts.local_experts[0]).__name__} have no overlapped form"
-    try:
-        weights = [*weights_of(experts, "linear_fc1"), *weights_of(experts, "linear_fc2")]
-    except AttributeError:
-        return "the experts' linears are wrapped"
-    if any(getattr(weight, "__fsdp_param__", False) for weight in weights):
+    reason = _linear_reason(experts)
+    if reason is None and hasattr(weights_of(experts, "linear_fc1")[0], "__fsdp_param__"):
         return "Megatron-FSDP owns the weights' gradients"
+    return reason
+
+
+def _linear_reason(experts: Any) -> str | None:
+    """What the experts' linears do that ours would leave out, or None."""
+    for part in _PARTS:
+        for linear in linears_of(experts, part):
+            if _LINEARS.fullmatch(type(linear).__name__) is None:
+                return f"{type(linear).__name__} in the place of an expert's linear"
+            if attribute(linear, "te_quant_params", None) is not None:
+                return "quantized by TransformerEngine (te_quant_params)"
+    return None
+
+
+def _hook_reason(modules: Iterable[Any]) -> str | None:
+    """Which module of the experts, none of which ours calls, has a hook that would not run, or None. That of Megatron's data
+    parallelism takes nothing but its module."""
+    for module in modules:
+        others = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+        before = module._forward_pre_hooks.values()
+        if others or any(getattr(hook, "__module__", None) != _DDP for hook in before):
+            return f"a hook on {type(module).__name__} of the experts"
     return None
 
 

@@ -163,10 +163,10 @@ def _row_of_experts(name: str, layer: Any) -> LinearReport:
     if overlap.plan is None:
         reason = overlap.fallback_calls.most_common(1)[0][0] if overlap.fallback_calls else "not called yet"
         return replace(row, method="megatron" if overlap.fallback_calls else "-", reasons=(reason,))
-    ep = f"(EP {layer.ep_group.size()})"
+    ep, in_bf16 = f"(EP {layer.ep_group.size()})", ("not in fp8: experts",) * (overlap.config.fp8 != "off")
     return replace(
-        row, method=overlap.plan.fprop.method, reasons=(overlap.plan.fprop.reason,), fprop=f"A2A(x) + GEMM, GEMM + A2A {ep}",
-        dgrad=f"A2A(dy) + GEMM, GEMM + A2A {ep}", wgrad="GEMM with the received rows",
+        row, method=overlap.plan.fprop.method, reasons=(overlap.plan.fprop.reason, *in_bf16),
+        fprop=f"A2A(x) + GEMM, GEMM + A2A {ep}", dgrad=f"A2A(dy) + GEMM, GEMM + A2A {ep}", wgrad="GEMM with the received rows",
     )  # fmt: skip
 
 

@@ -24,6 +24,12 @@ def renew_copies(linear: Any, weight: torch.Tensor, in_fp8: bool = False) -> Non
         copies.clear()
 
 
+def renew_stack(linear: Any, first: Any) -> None:
+    """The same of experts' weights, of which grouped products keep one tensor at the first one (ops/grouped.py)."""
+    if not is_of_this_step(linear, first):
+        first.stacked = None
+
+
 def is_of_this_step(linear: Any, weight: torch.Tensor) -> bool:
     """Whether the weight is that of an earlier call of this step. Megatron tells TransformerEngine's modules where a step in fp8
     begins; elsewhere DDP takes its mark away there, which only a backward pass sets again."""

@@ -161,6 +161,7 @@ class Call:
         self._routes: BoundedCache[tuple[Transfers, int, int], list[Route]] = BoundedCache()
         # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
         self._routes.most = Calls.most + _PLANS_OF_A_CALL * pieces
+        self._whole = dict[int, tuple[torch.Tensor, Route]]()  # by peer
         self.next_epoch = partial(waits.next_epoch, self)
         self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
         self.wait_for_all = partial(waits.wait, self, 0, self.world_size)
@@ -222,9 +223,13 @@ class Call:
 
     def route(self, target: int, count: int) -> Route:
         """The copy engine's way of a source of `count` elements to the start of this rank's block at a peer: of calls whose
-        blocks are as long as they happen to be."""
-        block = self.remote_block(target).view(-1)[:count]
-        return Route(0, block, self.slot.outgoing[target][:1], self.slot.epoch, None)
+        blocks are as long as they happen to be. One object for each peer: of one push at a time."""
+        if target not in self._whole:
+            block = self.remote_block(target).view(-1)
+            self._whole[target] = block, Route(0, block, self.slot.outgoing[target][:1], self.slot.epoch, None)
+        block, route = self._whole[target]
+        route.target, route.nbytes.value = block[:count], count * block.itemsize
+        return route
 
     def wait_for_start(self) -> None:
         """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""

@@ -1,14 +1,20 @@
 """AllToAll + grouped GEMM: y [R, N] = (the rows that all ranks route to this rank's experts) @ w[their expert].
 
+    x             [T, H], of this rank's tokens
+    numbers       fp32 [N], one for each row in sent order, or None
+    keeps_rows    a weight gradient wants what has arrived
+
+`matmul` multiplies; without a product it only waits. Complete after it: rows [R, H], in placed order, if they are kept, and
+numbers, fp32 [R], likewise.
+
 Each rank gathers its rows for one rank after the other, and sends them with their numbers, if there are any. The receiver
-multiplies its own rows first, then those of each source in the order in which they arrive (schedule/order.py), and keeps all rows
-in placed order for the weight gradient.
+multiplies its own rows first, then those of each source in the order in which they arrive (schedule/order.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,31 +29,12 @@ if TYPE_CHECKING:
     from .plan import EnginePlan
 
 
-class DispatchGemm:
-    """Rows on their way. x: [T, H], of this rank's tokens. numbers: fp32 [N], one for each row in sent order, or None.
-
-    rows: [R, H], what has arrived, in placed order; numbers: fp32 [R], likewise, or None. Both are complete after `matmul` or
-    `receive`.
-    """
-
-    rows: torch.Tensor
-    numbers: torch.Tensor | None = None
-
-    def matmul(self, product: GroupedProduct) -> torch.Tensor:
-        """rows @ w[their expert] -> [R, N]."""
-        raise NotImplementedError
-
-    def receive(self) -> None:
-        """Wait for all rows, and multiply none."""
-        raise NotImplementedError
-
-
-class CollectiveDispatchGemm(DispatchGemm):
+class CollectiveDispatchGemm:
     """NCCL or gloo, then one grouped GEMM."""
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, x: torch.Tensor,
-        numbers: torch.Tensor | None = None,
+        numbers: torch.Tensor | None, keeps_rows: bool,
     ) -> None:  # fmt: skip
         self._routing = routing
         domain.collective_calls.enter(tag)
@@ -63,29 +50,27 @@ class CollectiveDispatchGemm(DispatchGemm):
         placed[routing.place_of_received] = received
         return placed
 
-    def matmul(self, product: GroupedProduct) -> torch.Tensor:
+    def matmul(self, product: GroupedProduct | None) -> torch.Tensor | None:
+        if product is None:
+            return None
         y = self.rows.new_empty(len(self.rows), product.features)
         product.into(y, self._routing.all_places, self.rows)
         return y
 
-    def receive(self) -> None:
-        pass
 
-
-class ChunkedDispatchGemm(DispatchGemm):
+class ChunkedDispatchGemm:
     """A grouped GEMM for each source, after a wait for it."""
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, x: torch.Tensor,
-        numbers: torch.Tensor | None = None,
+        numbers: torch.Tensor | None, keeps_rows: bool,
     ) -> None:  # fmt: skip
-        self._rank, self._plan, self._routing = domain.rank, plan, routing
+        self._rank, self._plan, self._routing, self._x = domain.rank, plan, routing, x
         has_numbers, features = numbers is not None, x.shape[1]
         self._messages = messages = Messages(domain, tag, routing.sent, routing.received, x, features, has_numbers)
-        self.rows = x.new_empty(routing.rows_received, features)
-        tokens, of_ranks = routing.tokens.split(routing.sent), None
-        if numbers is not None:
-            self.numbers, of_ranks = numbers.new_empty(routing.rows_received), numbers.split(routing.sent)
+        self.rows = x.new_empty(routing.rows_received, features) if keeps_rows else None
+        self.numbers = None if numbers is None else numbers.new_empty(routing.rows_received)
+        tokens, of_ranks = routing.tokens.split(routing.sent), None if numbers is None else numbers.split(routing.sent)
         for peer in (*messages.call.peers, domain.rank):
             rows, places = messages.leaving(peer)
             torch.index_select(x, 0, tokens[peer], out=rows)
@@ -93,28 +78,24 @@ class ChunkedDispatchGemm(DispatchGemm):
                 places.copy_(of_ranks[peer])
             messages.send(peer)
 
-    def matmul(self, product: GroupedProduct) -> torch.Tensor:
-        y = self.rows.new_empty(len(self.rows), product.features)
-        self._take(lambda source, rows: product.into(y, self._routing.places[source], rows))
-        return y
-
-    def receive(self) -> None:
-        self._take(lambda source, rows: None)
-
-    def _take(self, multiply: Callable[[int, torch.Tensor], None]) -> None:
-        """Wait for one source after the other, multiply its rows and keep them."""
+    def matmul(self, product: GroupedProduct | None) -> torch.Tensor | None:
+        """Wait for one source after the other, multiply its rows and keep what is wanted."""
+        y = None if product is None else self._x.new_empty(self._routing.rows_received, product.features)
         for source in (self._rank, *self._plan.sources):
             if source != self._rank:
                 self._messages.call.wait(source)
             rows, numbers = self._messages.arriving(source)
-            multiply(source, rows)
-            place = self._routing.places[source].index
-            self.rows.index_copy_(0, place, rows)
+            places = self._routing.places[source]
+            if product is not None:
+                product.into(y, places, rows)
+            if self.rows is not None:
+                self.rows.index_copy_(0, places.index, rows)
             if self.numbers is not None:
-                self.numbers.index_copy_(0, place, numbers)
+                self.numbers.index_copy_(0, places.index, numbers)
+        return y
 
 
-METHODS: dict[str, Callable[..., DispatchGemm]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     "collective": CollectiveDispatchGemm,
     "chunked": ChunkedDispatchGemm,
 }

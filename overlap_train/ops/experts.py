@@ -1,30 +1,59 @@
 """The plan of an operator of experts: by which method one call runs, the same on all ranks, which all know the matrix of counts.
 
 Plans hold for every number of rows. What a call needs of a slot decides: there is room, the heap grows until there is (up to
-`experts_room` times what even routing needs), or the call is a collective.
+`experts_room` times what even routing needs, and as memory allows), or the call is a collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ..config import OverlapConfig, check_type
-from ..group.memory import Request, prepare
-from ..group.slots import SLOTS
+from ..group.domain import OverlapDomain
+from ..group.memory import Request, may_hold, prepare
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources
-from ..select.method import Method, dtype_name
+from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
 from ..select.tiles import HOPPER_TILE, LIBRARY
 from .messages import slot_bytes
-from .plan import EnginePlan, Plan
-from .plan_cache import OnPlan, cache_of
+from .plan import EnginePlan, Plan, Planner
+from .plan_cache import OnPlan, cache_of, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
-from .spec import DTYPES, OperatorSpec, autocast_error, tensor_error
+from .spec import DISPATCH_LINEAR, DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
+NO_MEMORY = "more rows for one rank than slots hold (symmetric_mib, or a CUDA graph holds their addresses)"
+OVERFLOWS = (OVERFLOW, NO_MEMORY)
+
+
+def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfig | None, name: str) -> PlannedOp:
+    """The planned gather of how many rows each rank has for each expert, int32 [1, E] of each. Raises as expert_op."""
+    cache, world, experts = cache_of(domain, name), domain.world_size, chosen.shape[-1:].numel()
+    config, problem = config or cache.defaults, None
+    if chosen.dim() != 2 or chosen.dtype != torch.bool or not experts or experts % world:
+        problem = (
+            f"{name}: experts is {chosen.dtype} {tuple(chosen.shape)}; it must be bool [T, E], with E, how many experts there "
+            f"are, divisible by the group's {world} ranks"
+        )
+    key = (EXPERT_ROUTING.name, experts, config)
+    known = cache.plans.get(key)
+    if known is None or problem is not None:
+        what, nbytes = (
+            Request(EXPERT_ROUTING.name, f"rows of {experts} experts", how=f"method {config.method}"),
+            4 * experts * world,
+        )
+        dispatch = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, torch.int32, what)
+        gather = Planner(domain.topology, config).amax_gather(dispatch.fprop, domain.device)  # as few numbers as those
+        words = flagged_bytes(nbytes, world) * (gather.method == LOW_LATENCY)
+        request = replace(what, slot_bytes=nbytes * (gather.method == "chunked"), flagged_bytes=words)
+        _agree(domain, request, problem, name, known is not None)
+        plan = Plan(EXPERT_ROUTING, config, gather, gather, gather, None, request, torch.int32, rows=0)
+        known = cache.plans.put(key, {None: Planned(domain, plan)})
+    return known[None].linear(name)
 
 
 def expert_op(
@@ -38,56 +67,85 @@ def expert_op(
         OverlapTimeoutError, RuntimeError: see ops/plan_cache.py: plan_of; or the routing was made before shutdown().
     """
     check_type(config)
+    if not isinstance(routing, Routing):
+        raise ValueError(f"{name}: routing={routing!r} must be what expert_routing returned in this forward pass")
     domain = routing.domain
     if domain.closed:
         raise RuntimeError(f"{name}: its routing was made before shutdown(); make another one")
     cache = cache_of(domain, name)
     config = config or cache.defaults
-    problem = _error(spec, x, weights, probs, routing, name)
-    trains = _trained(x, weights, probs)
-    shapes = tuple(weights[0].shape) if weights else ()
-    key = (spec.name, routing.experts, shapes, x.dtype, x.device, trains, config)
-    methods = cache.plans.get(key)
-    if methods is not None and problem is not None:
-        raise ValueError(problem)  # of a call that peers know, in which nobody asks
-    features = shapes[-1 if spec.sends_input else 0] if problem is None else 1
-    needed = slot_bytes(routing.largest, domain.world_size, features, x.dtype)
-    holds = domain.heap is not None and needed <= domain.layout.slot_bytes
-    even = -(-routing.total // domain.world_size**2)
-    room = slot_bytes(int(config.experts_room * even), domain.world_size, features, x.dtype)
-    most = ((config.symmetric_mib - 1) << 20) // SLOTS
-    shares_memory = domain.topology.nodes == 1 and config.method != "collective"
-    grows = not holds and needed <= room and shares_memory
-    if methods is None or grows:
-        what = f"{routing.experts} experts {[*shapes]}, {dtype_name(x.dtype)}"
-        how = f"method {config.method}, experts_room={config.experts_room:g}"
-        # What does not fit at all is refused there.
-        request = Request(spec.name, what, min(room, max(most, needed)) * grows, how=how)
-        with domain.exclusively(name):
-            prepare(domain, request, problem, name, trains)
-        plans = [
-            make_expert_plan(spec, config, domain.topology, x.dtype, request, overflows) for overflows in (False, True)
-        ]
-        methods = cache.plans.put(key, {overflows: Planned(domain, plan) for overflows, plan in enumerate(plans)})
-    op = methods[not holds and not grows].linear(name)
+    trained = dict(x=x.requires_grad, w=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+    trains = in_words(trained if probs is None else trained | dict(probs=probs.requires_grad))
+    # All that is checked once: of known calls only the number of rows may be wrong.
+    kinds = frozenset((type(each), each.shape, each.dtype, each.device) for each in weights)
+    of_probs = None if probs is None else (probs.shape[1:], probs.dtype)
+    key = (spec.name, routing.experts, len(weights), kinds, x.shape[1:], x.dtype, x.device, of_probs, trains, config)
+    known = cache.plans.get(key)
+    rows = routing.tokens_here if spec.sends_input else routing.rows_received
+    fits = known is not None and len(x) == rows and x.device == routing.device
+    fits = fits and (probs is None or len(probs) == routing.tokens_here)
+    problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
+    problem = problem or (None if fits else _error(spec, x, weights, probs, routing, config, rows, name))
+    asked, overflow = (0, None) if problem is not None else _memory(spec, weights[0], routing, config)
+    if known is None or problem is not None or asked:
+        what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(x.dtype)}"
+        request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
+        _agree(domain, request, problem, name, known is not None, trains)
+        known = cache.plans.put(key, {
+            why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why), trained["w"])
+            for why in (None, *OVERFLOWS)
+        })  # fmt: skip
+    op = known[overflow].linear(name)
     if on_plan is not None:
         on_plan(op.plan, None)
     return op
 
 
+def _agree(
+    domain: OverlapDomain, request: Request, problem: str | None, name: str, is_known: bool, trains: str = ""
+) -> None:
+    """Agree on a call, or raise ValueError(problem): on all ranks, unless it is known, and peers do not ask. They hear of it."""
+    with domain.exclusively(name):
+        if problem is not None and is_known:
+            raise ValueError(problem)
+        prepare(domain, request, problem, name, trains)
+
+
+def _memory(spec: OperatorSpec, w: torch.Tensor, routing: Routing, config: OverlapConfig) -> tuple[int, str | None]:
+    """(how large slots have to grow, or 0; why the call is a collective, or None), the same on all ranks. What holds no even
+    share is asked for, too: ranks refuse it together."""
+    domain, world = routing.domain, routing.world_size
+    if domain.topology.nodes > 1 or config.method == "collective":
+        return 0, None
+    even = -(-routing.total // world**2)
+    needed, share, room = (
+        slot_bytes(rows, world, w.shape[1 if spec.sends_input else 0], w.dtype)
+        for rows in (routing.largest, even, int(config.experts_room * even))
+    )
+    if domain.heap is not None and needed <= domain.layout.slot_bytes:
+        return 0, None
+    if needed > room:
+        return 0, OVERFLOW
+    for size in (room, needed, share):
+        if may_hold(domain, Request(spec.name, "", size)):
+            return (0, NO_MEMORY) if size < needed else (size, None)
+    return share, None
+
+
 def make_expert_plan(
-    spec: OperatorSpec, config: OverlapConfig, topology: Topology, dtype: torch.dtype, request: Request, overflows: bool = False,
+    spec: OperatorSpec, config: OverlapConfig, topology: Topology, dtype: torch.dtype, request: Request,
+    overflow: str | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `spec` for rows of a dtype. overflows: slots are too small for a call."""
+    """The plan of `spec` for rows of a dtype. overflow: why slots are too small for a call, or None."""
     method, reason = "chunked", "experts run by no kernel of ours yet"
     if topology.nodes > 1:
         method, reason = "collective", f"the group spans {topology.nodes} nodes"
-    elif config.method == "collective":
-        method, reason = "collective", "asked for"
-    elif overflows:
-        method, reason = "collective", OVERFLOW
-    elif config.method == "chunked":
-        reason = "asked for"
+    elif config.method in ("collective", "chunked"):
+        method, reason = config.method, "asked for"
+    if overflow is not None and method != "collective":
+        method, reason = "collective", overflow
+    elif config.tune_steps:
+        reason += "; tune_steps measures no experts"
 
     def engine(kind: Kind) -> EnginePlan:
         order = sources(topology)
@@ -97,29 +155,19 @@ def make_expert_plan(
     return Plan(spec, config, fprop, dgrad, dgrad, None, request, dtype, rows=0)
 
 
-def _trained(x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tensor | None) -> str:
-    """Which operands get gradients, in words."""
-    if not torch.is_grad_enabled():
-        return "no gradients"
-    trained = {"x": x.requires_grad, "w": any(weight.requires_grad for weight in weights)}
-    if probs is not None:
-        trained["probs"] = probs.requires_grad
-    return ", ".join(f"{what} {'trained' if is_so else 'frozen'}" for what, is_so in trained.items())
-
-
 def _error(
-    spec: OperatorSpec, x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tensor | None, routing: Routing, name: str,
+    spec: OperatorSpec, x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tensor | None, routing: Routing,
+    config: OverlapConfig, rows: int, name: str,
 ) -> str | None:  # fmt: skip
-    """What is wrong with the arguments of a call, or None."""
+    """What is wrong with the arguments of a call, or None. rows: that x must have."""
     here, of_x = routing.experts // routing.world_size, spec.x_name
-    tensors = {of_x: x, "probs": probs, **{f"w[{number}]": weight for number, weight in enumerate(weights)}}
-    strange = tensor_error(name, tensors) or autocast_error(name, x)
+    strange = tensor_error(name, {f"w[{number}]": weight for number, weight in enumerate(weights)})
     if strange is not None:
         return strange
     if len(weights) != here or any(weight.shape != weights[0].shape or weight.dim() != 2 for weight in weights):
         shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
         return f"{name}: w has {len(weights)} weights ({shapes}); it needs one [N, K] for each of this rank's {here} experts"
-    rows, whose = (routing.tokens_here, "tokens") if spec.sends_input else (routing.rows_received, "received rows")
+    whose = "tokens" if spec.sends_input else "received rows"
     if x.dim() != 2 or x.shape[0] != rows or x.shape[1] != weights[0].shape[1]:
         return (
             f"{name}: {of_x} has shape {tuple(x.shape)}; with this routing and weights {tuple(weights[0].shape)} it must be "
@@ -127,6 +175,8 @@ def _error(
         )
     if 0 in weights[0].shape:
         return f"{name}: w has weights {tuple(weights[0].shape)}; dimensions must be at least 1"
+    if x.device != routing.device:
+        return f"{name}: {of_x} is on {x.device}, its routing on {routing.device}; make the routing of experts on {x.device}"
     if x.dtype not in DTYPES:
         return f"{name}: {of_x} has dtype {x.dtype}; supported are {', '.join(map(str, DTYPES))}"
     for number, weight in enumerate(weights):
@@ -138,4 +188,4 @@ def _error(
             f"{name}: probs is {probs.dtype} {tuple(probs.shape)}; it must be floating-point "
             f"[{routing.tokens_here}, {routing.experts}], one for each token and expert"
         )
-    return None
+    return None if config.fp8 == "off" else spec.fp8_error(x, weights[0], routing.world_size, 1, name, config.fp8)

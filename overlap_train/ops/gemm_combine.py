@@ -1,5 +1,10 @@
 """Grouped GEMM + AllToAll: y [T, N] = the sum of each token's rows of a [R, K] @ w[their expert].
 
+    a          [R, K] in placed order
+    numbers    fp32 [R], one for each row, or None; they go with it
+
+`finish` waits for all. Complete after it: numbers, fp32 [N], those that have come back, in sent order.
+
 The rows for one rank after the other are multiplied and sent as they are done, the own ones last. The receiver adds each token's
 rows in order of expert, in fp32, whatever came first: the same bits on every run.
 """
@@ -7,7 +12,7 @@ rows in order of expert, in fp32, whatever came first: the same bits on every ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,20 +27,7 @@ if TYPE_CHECKING:
     from .plan import EnginePlan
 
 
-class GemmCombine:
-    """Products on their way. a: [R, K] in placed order. numbers: fp32 [R], one for each row, or None; they go with it.
-
-    `finish` waits for all. numbers: fp32 [N], those that have come back, in sent order; complete after `finish`.
-    """
-
-    numbers: torch.Tensor | None = None
-
-    def finish(self) -> torch.Tensor:
-        """The sums [T, N]."""
-        raise NotImplementedError
-
-
-class CollectiveGemmCombine(GemmCombine):
+class CollectiveGemmCombine:
     """One grouped GEMM, then NCCL or gloo."""
 
     def __init__(
@@ -60,16 +52,16 @@ class CollectiveGemmCombine(GemmCombine):
         return self._routing.sum_of_tokens(self._rows)
 
 
-class ChunkedGemmCombine(GemmCombine):
+class ChunkedGemmCombine:
     """A grouped GEMM for each destination, pushed as it ends."""
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
         product: GroupedProduct, numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._routing, self._has_numbers = routing, numbers is not None
+        self._routing, self.numbers = routing, numbers
         received, sent = routing.received, routing.sent
-        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, self._has_numbers)
+        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, numbers is not None)
         for peer in (*messages.call.peers, domain.rank):
             rows, of_rows = messages.leaving(peer)
             product.out_of(a, routing.places[peer], rows)
@@ -80,12 +72,12 @@ class ChunkedGemmCombine(GemmCombine):
     def finish(self) -> torch.Tensor:
         messages = self._messages
         messages.call.wait_for_all()
-        if self._has_numbers:
+        if self.numbers is not None:
             self.numbers = torch.cat([messages.arriving(source)[1] for source in range(self._routing.world_size)])
         return self._routing.sum_of_tokens(messages.call.gathered, messages.capacity)
 
 
-METHODS: dict[str, Callable[..., GemmCombine]] = {
+METHODS: dict[str, Callable[..., Any]] = {
     "collective": CollectiveGemmCombine,
     "chunked": ChunkedGemmCombine,
 }

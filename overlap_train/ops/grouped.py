@@ -5,20 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from .routing import Places
 
-# Below, a product for each expert is as fast, and nothing has to be copied: weights of Megatron's experts lie apart.
-_LEAST_EXPERTS = 8
+_LEAST_EXPERTS = 8  # below, a product for each expert is as fast
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """Whether a grouped product is a kernel there, and not operations between which the host waits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class GroupedProduct:
-    """Products with the weights [N, K] of this rank's experts. transposed: of rows [*, K] with w.T; else of rows [*, N]."""
+    """Products with the weights [N, K] of this rank's experts. transposed: of rows [*, K] with w.T; else of rows [*, N].
+    first: weights[0] as the caller has it. Weights that lie apart are put together where it has an attribute `stacked`, and kept
+    there, until it is set to None; else each is multiplied by itself."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], transposed: bool) -> None:
-        self._weights, self._transposed = weights, transposed
+    def __init__(self, weights: Sequence[torch.Tensor], transposed: bool, first: Any = None) -> None:
+        self._weights, self._transposed, self._first = weights, transposed, first
         self.features: int = weights[0].shape[0 if transposed else 1]
 
     def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
@@ -50,17 +57,19 @@ class GroupedProduct:
                 torch.mm(rows[first : first + count], b_kn, out=out[start : start + count])
 
     def _is_grouped(self, rows: torch.Tensor) -> bool:
-        is_served = (
-            rows.is_cuda and rows.dtype == torch.bfloat16 and not any(size % 8 for size in self._weights[0].shape)
-        )
-        return is_served and len(self._weights) >= _LEAST_EXPERTS and rows.is_contiguous()
+        if len(self._weights) < _LEAST_EXPERTS or not _has_kernel(rows.device):
+            return False
+        fits = rows.dtype == torch.bfloat16 and not any(size % 8 for size in self._weights[0].shape)
+        return fits and rows.is_contiguous() and self._stacked is not None
 
     def _grouped(self, rows: torch.Tensor, places: Places) -> torch.Tensor:
-        return torch.nn.functional.grouped_mm(rows, self._stacked, offs=places.ends)
+        assert self._stacked is not None, "asked by _is_grouped"
+        b = self._stacked.mT if self._transposed else self._stacked
+        return torch.nn.functional.grouped_mm(rows, b, offs=places.ends)
 
     @cached_property
-    def _stacked(self) -> torch.Tensor:
-        """[E/W, in, out]. Weights that lie one after the other, as those of one parameter, are not copied."""
+    def _stacked(self) -> torch.Tensor | None:
+        """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
         first, size = self._weights[0], self._weights[0].numel()
         origin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
         lie_together = all(
@@ -68,8 +77,8 @@ class GroupedProduct:
             and weight.storage_offset() == origin + number * size
             for number, weight in enumerate(self._weights)
         )  # fmt: skip
-        shape = (len(self._weights), *first.shape)
-        stacked = (
-            first.as_strided(shape, (size, *first.stride()), origin) if lie_together else torch.stack([*self._weights])
-        )
-        return stacked.mT if self._transposed else stacked
+        if lie_together:
+            return first.as_strided((len(self._weights), *first.shape), (size, *first.stride()), origin)
+        if getattr(self._first, "stacked", self) is None:
+            self._first.stacked = torch.stack([*self._weights])
+        return getattr(self._first, "stacked", None)

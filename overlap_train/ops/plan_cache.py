@@ -113,7 +113,7 @@ class PlanCache:
             if problem is not None:
                 raise ValueError(problem)
         else:
-            prepare(domain, planned.request, problem, name, _trained(x, w))
+            prepare(domain, planned.request, problem, name, in_words(dict(x=x.requires_grad, w=w.requires_grad)))
             if domain.on_gpu:
                 _compile_ahead(domain, lambda: [(planned.plan, operands)], name)
         for agreed in (any_rows, these_rows):
@@ -314,8 +314,8 @@ def refuse(
     raise ValueError(problem)
 
 
-def _trained(x: torch.Tensor, w: torch.Tensor) -> str:
-    """Which operands get gradients, in words."""
+def in_words(trained: dict[str, bool]) -> str:
+    """Which operands get gradients."""
     if not torch.is_grad_enabled():
         return "no gradients"
-    return f"x {'trained' if x.requires_grad else 'frozen'}, w {'trained' if w.requires_grad else 'frozen'}"
+    return ", ".join(f"{what} {'trained' if is_so else 'frozen'}" for what, is_so in trained.items())

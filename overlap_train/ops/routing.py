@@ -42,57 +42,53 @@ class Routing:
     """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
 
     chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int64 [W, E] of the host.
-    domain: of the group; None in simulations.
+    domain: of the group.
 
     sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. places: of the
     rows from each rank; all_places: of all rows for this rank's experts.
     """
 
-    domain: OverlapDomain
-
-    def __init__(
-        self, chosen: torch.Tensor, counts: torch.Tensor, rank: int, domain: OverlapDomain | None = None
-    ) -> None:
-        self._chosen, self.rank, self.world_size = chosen, rank, len(counts)
+    def __init__(self, chosen: torch.Tensor, counts: torch.Tensor, domain: OverlapDomain) -> None:
+        self._chosen, self.domain, self.world_size = chosen, domain, len(counts)
         self.tokens_here, self.experts = chosen.shape
-        self.device = chosen.device
-        if domain is not None:
-            self.domain = domain
+        self.device, rank = chosen.device, domain.rank
         by_rank = counts.view(self.world_size, self.world_size, -1)  # from, to, expert
-        here = by_rank[:, rank]
-        self.sent: list[int] = by_rank[rank].sum(1).tolist()
+        sent, here = by_rank[rank].sum(1), by_rank[:, rank]
+        self.sent: list[int] = sent.tolist()
         self.received: list[int] = here.sum(1).tolist()
         self.rows_sent, self.rows_received = sum(self.sent), sum(self.received)
         self.largest, self.total = int(by_rank.sum(2).max()), int(counts.sum())
         starts = _before(here.t()).t()
-        self.place_of_received = _shifted(starts - _before(here), here, self.device)
         # All that goes to a device goes now: within an operator the host must not wait for copies.
+        self.place_of_received = _shifted(starts - _before(here), here, self.device)
+        self._place_in_message = _shifted(-_before(sent), sent, self.device)
         totals = here.sum(0)
         ends = torch.cat((here, totals[None])).cumsum(1).int().to(self.device, non_blocking=True)
         self.all_places = Places(starts[0].tolist(), totals.tolist(), None, ends[-1])
         indices = self.place_of_received.split(self.received)
         self.places = [*map(Places, starts.tolist(), here.tolist(), indices, ends)]
-        self._slot_rows: dict[int, torch.Tensor] = {}
-
-    @cached_property
-    def _pairs(self) -> torch.Tensor:
-        """(expert, token) of each row in sent order: int64 [N, 2]."""
-        return torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent)
-
-    @cached_property
-    def tokens(self) -> torch.Tensor:
-        """The token of each row in sent order: int64 [N]."""
-        return self._pairs[:, 1].contiguous()
 
     @cached_property
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token, expert) of each row in sent order, as an index of [T, E]."""
-        return self.tokens, self._pairs[:, 0]
+        """(token, expert) of each row in sent order, as an index of [T, E]: int64 [N] each."""
+        pairs = torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent).t().contiguous()
+        return pairs[1], pairs[0]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token of each row in sent order: int64 [N]."""
+        return self.pairs[0]
 
     @cached_property
     def _by_token(self) -> torch.Tensor:
         """Rows in sent order, by token, then expert: int64 [N]."""
         return torch.argsort(self.tokens, stable=True)
+
+    @cached_property
+    def _in_message(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(place in its message, rank that it goes to) of each row in `_by_token`: int64 [N]."""
+        rank = self.pairs[1] // (self.experts // self.world_size)
+        return self._place_in_message[self._by_token], rank[self._by_token]
 
     @cached_property
     def _ends_of_tokens(self) -> torch.Tensor:
@@ -105,20 +101,14 @@ class Routing:
         rows lie as W blocks of so many, block d from rank d, one below the other."""
         if not self.rows_sent:
             return rows.new_zeros(self.tokens_here, rows.shape[1])
-        index = self._by_token if capacity is None else self.in_slot(capacity)
+        index = self._by_token
+        if capacity is not None:
+            place, rank = self._in_message
+            index = place + rank * capacity
         # One kernel on GPUs, which sums in fp32; of what has 16 bits CPUs might not.
         bags = rows if rows.is_cuda else rows.float()
         bag = torch.nn.functional.embedding_bag
         return bag(index, bags, self._ends_of_tokens, mode="sum", include_last_offset=True).to(rows.dtype)
-
-    def in_slot(self, capacity: int) -> torch.Tensor:
-        """As _by_token, of rows in W blocks of `capacity` rows."""
-        if capacity not in self._slot_rows:
-            sent = torch.tensor(self.sent, device="cpu")
-            shifts = torch.arange(0, self.world_size * capacity, capacity, device="cpu") - _before(sent)
-            place = _shifted(shifts, sent, self.device)
-            self._slot_rows[capacity] = place[self._by_token]
-        return self._slot_rows[capacity]
 
 
 def _before(counts: torch.Tensor) -> torch.Tensor:

@@ -193,6 +193,7 @@ LINEAR_DGRAD_ALL_REDUCE = OperatorSpec("linear_dgrad_all_reduce", Kind.AG_GEMM, 
 LINEAR_ALL_REDUCE = OperatorSpec("linear_all_reduce", Kind.GEMM_RS, "x_shard_k", "w_shard_k", replicated=True)
 LINEAR_ALL_TO_ALL = OperatorSpec("linear_all_to_all", Kind.GEMM_A2A, "x_shard_m", "w")
 ALL_TO_ALL_LINEAR = OperatorSpec("all_to_all_linear", Kind.A2A_GEMM, "x_shard_k", "w")
+EXPERT_ROUTING = OperatorSpec("expert_routing", Kind.AG_GEMM)  # counts alone
 DISPATCH_LINEAR = OperatorSpec("dispatch_linear", Kind.DISPATCH_GEMM, "x", "w")  # of experts: ops/experts.py
 LINEAR_COMBINE = OperatorSpec("linear_combine", Kind.GEMM_COMBINE, "a", "w")
 # Beside a product of another group (ulysses/two_groups.py). x: what one rank sends, the columns of all ranks side by side.

@@ -17,13 +17,12 @@ class Kind(StrEnum):
     gemm_combine    GEMM + A2A    y = the sum of each token's rows of x @ w[their expert]
 
     receives: the GEMM multiplies what arrives; else the product leaves. exchanges: by an all-to-all. before_wgrad: a weight
-    gradient comes after it. routed: a router says which rows go where, in each call anew.
+    gradient comes after it.
     """
 
     receives: bool
     exchanges: bool
     before_wgrad: bool
-    routed: bool
     gathers: bool  # receives all rows, by an all-gather
     reduces: bool  # adds partial sums of all ranks, by a reduce-scatter
     sums_blocks: bool  # each output is a sum over the blocks of all ranks
@@ -49,7 +48,7 @@ class Kind(StrEnum):
     ) -> Kind:
         kind = str.__new__(cls, value)
         kind._value_ = value
-        kind.receives, kind.exchanges, kind.before_wgrad, kind.routed = receives, exchanges, before_wgrad, routed
+        kind.receives, kind.exchanges, kind.before_wgrad = receives, exchanges, before_wgrad
         kind.gathers, kind.reduces = receives and not exchanges, not receives and not exchanges
         kind.sums_blocks, kind.splits_columns = (
             receives and exchanges and not routed,

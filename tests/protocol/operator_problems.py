@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.protocol.explore import Build
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.simulated_ranks import SLOT_BYTES, TILE, SimulatedDomain, Simulation, core
+from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 
 CALLS = 4  # two slots are used twice
 
@@ -160,7 +161,7 @@ def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Bef
         routing, given = of_calls[domain.call][domain.rank], numbers[domain.call][domain.rank]
         product = core("ops.grouped").GroupedProduct(mine.unbind(0), transposed=False)
         gather = _expert_plan(domain, method, "DISPATCH_LINEAR").start(
-            domain, planned_tag(domain, "dispatch"), routing, own, given
+            domain, planned_tag(domain, "dispatch"), routing, own, given, True
         )
         y = gather.matmul(product)
         again = own.new_empty(y.shape)  # as the weight gradient reads the rows
@@ -210,10 +211,8 @@ def routings(world: int, calls: int) -> list[list[Any]]:
         chosen &= torch.rand(chosen.shape, generator=generator) < 0.8
         chosen[0] &= call != 1
         counts = chosen.sum(1)
-        found.append([core("ops.routing").Routing(chosen[rank], counts, rank) for rank in range(world)])
-        capacity = SLOT_BYTES // world // (8 * 4 * TILE) * 8
-        for routing in found[-1]:  # the host of a simulated GPU cannot wait for what it reads
-            routing.in_slot(capacity), routing.sum_of_tokens(torch.zeros(routing.rows_sent, 1))
+        domains = [SimpleNamespace(rank=rank) for rank in range(world)]
+        found.append([core("ops.routing").Routing(chosen[domain.rank], counts, domain) for domain in domains])
     return found
 
 

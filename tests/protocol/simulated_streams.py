@@ -2,7 +2,7 @@
 
 The host of a rank only enqueues: kernel launches and torch operations go to its current stream (see `simulated_gpu`).
 Torch operations are caught by a dispatch mode. One that makes a new tensor runs at once, which gives its shape, and
-again in its stream, which gives its values; until then the tensor holds NaN.
+again in its stream, which gives its values; until then the tensor holds NaN, or zeros.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Enqueueing(TorchDispatchMode):
             parts = result if isinstance(result, tuple) else (result,)
             self._enqueue(func, lambda: _fill(parts, call()))
             for part in parts:
-                part.fill_(torch.nan if part.is_floating_point() else -1)
+                part.fill_(torch.nan if part.is_floating_point() else 0)  # an index that kernels take
         return result
 
     def _enqueue(self, func: Any, run: Callable[[], object]) -> None:

@@ -1,18 +1,24 @@
-"""The operators of experts between real processes: every problem exact, forward and backward, and the same bits on every run."""
+"""The operators of experts between real processes: every problem exact, forward and backward."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap_train import OverlapConfig, dispatch_linear, expert_routing, linear_combine, shutdown
-from overlap_train.ops.experts import OVERFLOW
+from overlap_train import OverlapConfig, OverlapTimeoutError, dispatch_linear, expert_routing, linear_combine, shutdown
+from overlap_train.group.registry import tell_peers
+from overlap_train.ops.experts import NO_MEMORY, OVERFLOW
+from overlap_train.ops.plan import Planner
 from tests.expert_cases import NAMED, Experts, any_problem, check_problem, sum_in_order
 from tests.linear_cases import Case
 from tests.processes import run_ranks, values
@@ -28,7 +34,8 @@ def _named(rank: int, world: int, method: str) -> dict[str, str]:
     ran = {name: check_problem(_case(method), make(world), seed=3) for name, make in NAMED.items()}
     for dtype in (torch.bfloat16, torch.float16):
         check_problem(_case(method, dtype), NAMED["dropped"](world), seed=4)
-    sum_in_order(_case(method))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sum_in_order(_case(method, dtype))
     shutdown()
     return ran
 
@@ -54,30 +61,10 @@ def test_random_problems(world: int, seeds: range) -> None:
     assert ran[0].total() == len(seeds) and ran[0]["chunked"] > len(seeds) // 2
 
 
-def _noise(rank: int, world: int, dtype: torch.dtype) -> None:
-    """Ranks come in different orders."""
-    case, runs = _case(dtype=dtype), []
-    problem = Experts(4 * world, 3, (20,) * world, dropped=0.2)
-    chosen = problem.chosen(1)[rank]
-    x, w1, w2 = (torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for shape in
-                 ((20, 24), (4, 32, 24), (4, 24, 16)))  # fmt: skip
-    for run in range(4):
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, w1, w2)]
-        time.sleep(0.02 * (rank if run % 2 else world - rank))
-        routing = expert_routing(chosen, group=case.group, config=case.config)
-        y, _ = dispatch_linear(leaves[0], leaves[1], routing, torch.ones(20, 4 * world), config=case.config)
-        z = linear_combine(y[:, :16] * y[:, 16:], leaves[2], routing, config=case.config)
-        time.sleep(0.02 * (rank if run // 2 else world - rank))
-        z.square().sum().backward()
-        runs.append([z, *(leaf.grad for leaf in leaves)])
-    for run in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
-    shutdown()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_run_gives_the_same_bits(dtype: torch.dtype) -> None:
-    values(run_ranks(3, _noise, dtype))
+def _in_turn(tokens: int, experts: int, popular: int = 0) -> torch.Tensor:
+    """bool [T, E]: one expert a token, one after the other of all, or of so many."""
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    return chosen.scatter_(1, torch.arange(tokens)[:, None] % (popular or experts), True)
 
 
 def _grows(rank: int, world: int) -> list[tuple[str, str]]:
@@ -86,8 +73,7 @@ def _grows(rank: int, world: int) -> list[tuple[str, str]]:
     case = _case("auto", experts_room=1.5)
     w = torch.ones(2, 8, 8)
     for tokens, popular in ((4, 0), (64, 4), (64, 2), (64, 0)):
-        evenly = torch.arange(tokens)[:, None] % (popular or 2 * world)
-        routing = expert_routing(evenly, num_experts=2 * world, group=case.group, config=case.config)
+        routing = expert_routing(_in_turn(tokens, 2 * world, popular), group=case.group, config=case.config)
         y, _ = dispatch_linear(
             torch.ones(tokens, 8), w, routing, config=case.config,
             on_plan=lambda plan, _: ran.append((plan.fprop.method, plan.fprop.reason)),
@@ -105,25 +91,101 @@ def test_slots_grow_as_far_as_even_routing_needs_and_more_rows_are_a_collective(
         assert ran[2][1] == OVERFLOW != ran[3][1]
 
 
-def _little_memory(rank: int, world: int) -> list[str]:
-    """Slots of 1 MiB hold what is needed, but not twice as much; then not even that."""
-    case, said = _case("auto", symmetric_mib=4), []
-    for tokens in (900, 3000):
+def _little_memory(rank: int, world: int, captured: bool) -> list[Any]:
+    """Of slots of 1 MiB: what they hold, but not twice as much; twice as much for one rank; and far more, evenly. captured: they
+    may not grow behind the first call."""
+    case, said = _case("auto", symmetric_mib=4), list[Any]()
+    for tokens, popular in ((3000, 0), (3000, 2), (3000, 0), (9000, 0)):
+        routing = expert_routing(_in_turn(tokens, 2 * world, popular), group=case.group, config=case.config)
+        x, w = torch.ones(tokens, 64, requires_grad=True), torch.ones(2, 8, 64)
         try:
-            routing = expert_routing(
-                torch.ones(tokens, 2 * world, dtype=torch.bool), group=case.group, config=case.config
+            y, _ = dispatch_linear(
+                x,
+                w,
+                routing,
+                config=case.config,
+                on_plan=lambda plan, _: said.append((plan.fprop.method, plan.fprop.reason)),
             )
-            dispatch_linear(torch.ones(tokens, 64), torch.ones(2, 8, 64), routing, config=case.config)
-            said.append("runs")
+            y.backward(torch.ones_like(y))
+            assert (y == 64).all() and (x.grad == 8).all()
         except ValueError as error:
             said.append(str(error))
+        routing.domain.captured = captured
+    routing.domain.captured = False
     shutdown()
     return said
 
 
-def test_slots_are_as_large_as_memory_allows() -> None:
-    for first, second in values(run_ranks(2, _little_memory)):
-        assert first == "runs" and re.search("symmetric_mib=4 is too small: dispatch_linear with 4 experts", second)
+@pytest.mark.parametrize("captured", [False, True])
+def test_where_memory_does_not_suffice_a_skewed_call_is_a_collective(captured: bool) -> None:
+    for first, skewed, again, large in values(run_ranks(2, _little_memory, captured)):
+        assert first[0] == again[0] == "chunked" and skewed == ("collective", NO_MEMORY)
+        assert re.search(
+            "CUDA graph holds addresses" if captured else "symmetric_mib=4 is too small: dispatch_linear with 4 exp",
+            large,
+        )
+
+
+def _in_flight(rank: int, world: int) -> Counter[str]:
+    """Chunked calls and calls that overflow in turn: forward of all, then backward in either order."""
+    case, ran = _case("auto", experts_room=1.0), Counter[str]()
+    w1, w2 = (torch.ones(2, 8, 8, requires_grad=True) for _ in range(2))
+    for order in (1, -1):
+        waiting = []
+        for number, popular in enumerate((0, 2, 0, 1)):
+            value = torch.arange(6.0 * world)[:, None] + 100 * number + 10 * rank
+            x = value.expand(-1, 8).clone().requires_grad_()
+            routing = expert_routing(_in_turn(len(x), 2 * world, popular), group=case.group, config=case.config)
+            y, _ = dispatch_linear(
+                x, w1, routing, config=case.config, on_plan=lambda plan, _: ran.update([plan.fprop.method])
+            )
+            waiting.append((value, x, linear_combine(y, w2, routing, config=case.config)))
+        for value, x, z in waiting[::order]:
+            (z * value).sum().backward()
+            assert (z == 64 * value).all() and (x.grad == 64 * value).all()
+    shutdown()
+    return ran
+
+
+def test_overflow_and_chunked_calls_in_turn() -> None:
+    assert values(run_ranks(3, _in_flight)) == [Counter(chunked=4, collective=4)] * 3
+
+
+def _as_on_gpus() -> Any:
+    """Counts travel as flagged words, by the kernel of GPUs in the interpreter."""
+    plain = Planner.amax_gather
+    return mock.patch.object(Planner, "amax_gather", lambda self, own, _: plain(self, own, torch.device("cuda")))
+
+
+def _by_words(rank: int, world: int) -> None:
+    with _as_on_gpus():
+        for seed, name in enumerate(("dropped", "a rank without tokens", "top 1")):
+            check_problem(_case(), NAMED[name](world), seed)
+    shutdown()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_counts_travel_as_flagged_words(world: int) -> None:
+    values(run_ranks(world, _by_words))
+
+
+def _silent(rank: int, world: int, by_words: bool) -> str:
+    """Rank 1 makes one call less."""
+    case = Case(dist.group.WORLD, CPU, OverlapConfig(timeout_s=1.0))
+    with _as_on_gpus() if by_words else nullcontext():
+        try:
+            for _ in range(2 - rank):
+                expert_routing(torch.ones(3, 2 * world, dtype=torch.bool), group=case.group, config=case.config)
+        except OverlapTimeoutError as error:
+            return str(error)
+    time.sleep(4.0)
+    return "nothing"
+
+
+@pytest.mark.parametrize("by_words", [False, True])
+def test_a_rank_that_leaves_out_a_routing_is_named(by_words: bool) -> None:
+    said, _ = values(run_ranks(2, _silent, by_words))
+    assert re.search(r"expert_routing/fprop.*rank 1", said), said
 
 
 def _two_nodes(rank: int, world: int) -> str:
@@ -166,6 +228,16 @@ def test_gradients_of_weights_go_into_main_grad() -> None:
     values(run_ranks(2, _main_grads))
 
 
+class _Copies(TorchDispatchMode):
+    """Counts copies of received rows to their places."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.rows += func is torch.ops.aten.index_copy_.default and args[0].dim() == 2
+        return func(*args, **kwargs or {})
+
+
 def _frozen(rank: int, world: int) -> None:
     case, w = _case(), torch.ones(2, 8, 8)
     chosen = Experts(2 * world, 2, (6,) * world).chosen(0)[rank]
@@ -183,14 +255,20 @@ def _frozen(rank: int, world: int) -> None:
         return {name: leaf.grad for name, leaf in leaves.items()}
 
     everything = run("x", "w1", "w2", "probs")
-    for trained in (["x"], ["w1"], ["w2"], ["w2"], ["w2"], ["probs"], ["w1", "probs"]):
+    for trained in (["x"], ["w1"], ["w2"], ["probs"], ["w1", "probs"]):
         found = run(*trained)
         for name, gradient in found.items():
             assert (gradient is not None) == (name in trained)
             assert gradient is None or torch.equal(gradient, everything[name])  # type: ignore[arg-type]
-    with torch.no_grad():
+    with torch.no_grad(), _Copies() as copies:
         y, p = dispatch_linear(torch.ones(6, 8), w, routing, config=case.config)
-    assert p is None and not y.requires_grad
+    assert p is None and not y.requires_grad and not copies.rows
+    with _Copies() as copies:
+        run("x")
+    assert not copies.rows
+    with _Copies() as copies:
+        run("w1", "w2")
+    assert copies.rows == 2 * world
     shutdown()
 
 
@@ -198,40 +276,57 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     values(run_ranks(2, _frozen))
 
 
-def _wrong(rank: int, world: int, mistake: str) -> str:
-    """Rank 1 makes a mistake in its first call; what every rank raises."""
-    case = Case(dist.group.WORLD, CPU, OverlapConfig(method="chunked", timeout_s=3.0))
-    is_wrong, w, x = rank == 1, torch.ones(2, 8, 8), torch.ones(6, 8)
+def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
+    """Rank 1 makes a mistake in its first call, or its second; what every rank raises."""
+    case = Case(dist.group.WORLD, CPU, OverlapConfig(method="chunked", timeout_s=30.0))
     chosen = Experts(2 * world, 2, (6,) * world).chosen(0)[rank]
     try:
-        if mistake == "experts" and is_wrong:
-            chosen = chosen[:, :-1]
-        routing = expert_routing(chosen, group=case.group, config=case.config)
-        if mistake == "known":  # a call that all know, and one leaves it out, or has another name
-            for name in ("first", "second"):
-                dispatch_linear(x, w, routing, config=case.config, name=name)
-            dispatch_linear(x, w, routing, config=case.config, name="second" if is_wrong else "first")
-        if is_wrong:
-            x = {"features": x[:, :-1], "rows": x[:-1], "dtype": x.half()}.get(mistake, x)
-            w = w[:1] if mistake == "weights" else w
-        if mistake == "order" and is_wrong:
-            linear_combine(torch.ones(routing.rows_received, 8), w, routing, config=case.config)
-        probs = torch.ones(6, 3) if mistake == "probs" and is_wrong else torch.ones(6, 2 * world)
-        dispatch_linear(x, w, routing, probs, config=case.config)
+        for number in (1, 2):
+            is_wrong, w, x = rank == 1 and number == call, torch.ones(2, 8, 8), torch.ones(6, 8)
+            wrongly = {"experts": chosen[:, :-1], "numbers": chosen.int()}.get(mistake, chosen)
+            routing: Any = expert_routing(wrongly if is_wrong else chosen, group=case.group, config=case.config)
+            if mistake == "known":  # a call that all know, and one leaves it out, or has another name
+                for name in ("first", "second"):
+                    dispatch_linear(x, w, routing, config=case.config, name=name)
+                dispatch_linear(x, w, routing, config=case.config, name="second" if is_wrong else "first")
+            config, probs = case.config, torch.ones(6, 2 * world)
+            if is_wrong:
+                x = {"features": x[:, :-1], "rows": x[:-1], "dtype": x.half()}.get(mistake, x)
+                w = w[:1] if mistake == "weights" else w
+                config = replace(config, fp8="tensorwise") if mistake == "fp8" else config
+                probs = torch.ones(6, 3) if mistake == "probs" else probs
+                if mistake == "order":
+                    linear_combine(torch.ones(routing.rows_received, 8), w, routing, config=config)
+                if mistake == "device":
+                    routing.device = torch.device("meta")
+                routing = None if mistake == "none" else routing
+            dispatch_linear(x, w, routing, probs, config=config)
     except Exception as error:
+        if mistake == "none":  # of no group
+            tell_peers(error)  # as where nobody catches it
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    ("mistake", "text"),
-    [
-        ("experts", "divisible by the group's 2 ranks"), ("features", "a row for each of the tokens"), ("rows", r"\[6, 8\]"),
-        ("dtype", "must be the same"), ("weights", "one .* for each of this rank's 2 experts"), ("probs", "one for each token"),
-        ("known", "rank . is in (first|second)/fprop"), ("order", "linear_combine"),
-    ],
-)  # fmt: skip
-def test_wrong_calls_raise_on_all_ranks(mistake: str, text: str) -> None:
-    for said in values(run_ranks(2, _wrong, mistake)):
-        found = re.search(text, said) is not None or (mistake == "experts" and said.startswith("Overlap"))
-        assert found, said
+MISTAKES = {
+    "experts": r"torch.bool \(6, 3\); it must be bool", "numbers": r"torch.int32 \(6, 4\); it must be bool",
+    "features": "a row for each of the tokens", "rows": r"\[6, 8\]", "dtype": "must be the same",
+    "weights": "one .* for each of this rank's 2 experts", "probs": "one for each token", "order": "linear_combine",
+    "fp8": "dispatch_linear has no form in fp8", "none": "routing=None must be what expert_routing returned",
+    "device": "x is on cpu, its routing on meta",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_calls_raise_on_all_ranks(mistake: str, call: int) -> None:
+    """In a call that all know, too: peers hear of it, or that rank 1 is in a first call, and do not wait until the timeout."""
+    other, wrong = values(run_ranks(2, _wrong, mistake, call))
+    assert re.search(MISTAKES[mistake], wrong), wrong
+    heard = MISTAKES[mistake] + "|rank 1 is in: .* agree on its first call" * (call - 1)
+    assert re.search(heard, other) and "waited" not in other, other
+
+
+def test_a_call_that_a_peer_leaves_out_is_named() -> None:
+    for said in values(run_ranks(2, _wrong, "known", 2)):
+        assert re.search("rank . is in (first|second)/fprop", said), said
