@@ -221,7 +221,8 @@ class Plan:
 
 def takes_scales(config: OverlapConfig | None, w: torch.Tensor) -> bool:
     """Whether a call in fp8 with one scale a tensor takes those that the owner of its weight gives (GivenScales)."""
-    return config is not None and config.fp8 not in ("off", "blockwise") and hasattr(w, "fp8_scales")
+    fp8 = getattr(config, "fp8", "off")  # what is no config is refused later
+    return fp8 not in ("off", "blockwise") and hasattr(w, "fp8_scales")
 
 
 def fprop_of(spec: OperatorSpec, config: OverlapConfig, world: int, x: torch.Tensor, w: torch.Tensor) -> Pass:

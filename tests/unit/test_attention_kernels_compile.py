@@ -50,7 +50,7 @@ CONVERTS = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
     [
         (
             "quantize_kernel",
-            dict(MOST=448.0, PADDED=256, GIVEN=True, ROWS=True, COLUMNS=True, **TILE),
+            dict(MOST=448.0, PADDED=256, GIVEN=True, TELLS=False, ROWS=True, COLUMNS=True, **TILE),
             CONVERTS,
         ),
         ("quantize_pieces_kernel", {**BLOCKS, "PACKED": True}, CONVERTS),
