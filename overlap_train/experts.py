@@ -78,7 +78,7 @@ def dispatch_linear(
     """The first linear of experts on tokens of all ranks.
 
         x      [T, K]       tokens of this rank
-        w      [E/W, N, K]  weights of this rank's experts; or a list of E/W weights [N, K]
+        w      [E/W, N, K]  weights of this rank's experts, whose gradient autograd gets; or a list of E/W weights [N, K]
         probs  [T, E]       what the router gives each token and expert; travels with the rows
         y      [R, N]     = (all rows for this rank's experts) @ w[their expert].T
         p      [R]          the probs of these rows, in the dtype of probs; None without probs

@@ -96,7 +96,8 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     if not pending and not experts.pending and (overlapped_linears(chunks) or overlapped_expert_layers(chunks)):
         return report(chunks)
     hopeless = _problem_of_model(chunks, bool(experts.pending))
-    problem = hopeless or attentions.problem or _missing_slots(chunks, config) or experts.problem
+    # Why experts cannot act says more than that tensor parallelism, which they do not need, is off.
+    problem = experts.problem or hopeless or attentions.problem or _missing_slots(chunks, config)
     if problem is not None and config.on_unsupported == "error":
         raise problem.error
     if hopeless is None:

@@ -43,7 +43,8 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
         check_type(config)
         if group is None:  # as torch calls the group of all ranks, which tensor parallelism rarely means
             raise ValueError(
-                "group=None: pass the tensor-parallel group; of all ranks it is torch.distributed.group.WORLD"
+                "group=None: pass the tensor-parallel group, or that of experts; of all ranks it is "
+                "torch.distributed.group.WORLD, once init_process_group has made it"
             )
         if dist.get_rank(group) < 0:
             raise ValueError(

@@ -68,7 +68,9 @@ def expert_op(
     """
     check_type(config)
     if not isinstance(routing, Routing):
-        raise ValueError(f"{name}: routing={routing!r} must be what expert_routing returned in this forward pass")
+        raise ValueError(
+            f"{name}: routing is a {type(routing).__name__}; it must be what expert_routing returned in this forward pass"
+        )
     domain = routing.domain
     if domain.closed:
         raise RuntimeError(f"{name}: its routing was made before shutdown(); make another one")
@@ -137,7 +139,7 @@ def make_expert_plan(
     overflow: str | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for rows of a dtype. overflow: why slots are too small for a call, or None."""
-    method, reason = "chunked", "experts run by no kernel of ours yet"
+    method, reason = "chunked", "what experts overlap by"
     if topology.nodes > 1:
         method, reason = "collective", f"the group spans {topology.nodes} nodes"
     elif config.method in ("collective", "chunked"):
@@ -165,8 +167,11 @@ def _error(
     if strange is not None:
         return strange
     if len(weights) != here or any(weight.shape != weights[0].shape or weight.dim() != 2 for weight in weights):
-        shapes = ", ".join(str(tuple(weight.shape)) for weight in weights)
-        return f"{name}: w has {len(weights)} weights ({shapes}); it needs one [N, K] for each of this rank's {here} experts"
+        shapes = ", ".join(map(str, dict.fromkeys(tuple(weight.shape) for weight in weights)))
+        return (
+            f"{name}: w has {len(weights)} weights of shape {shapes}; it must be [E/W, N, K], or a list of one [N, K] for each "
+            f"of this rank's {here} experts"
+        )
     whose = "tokens" if spec.sends_input else "received rows"
     if x.dim() != 2 or x.shape[0] != rows or x.shape[1] != weights[0].shape[1]:
         return (

@@ -312,7 +312,7 @@ MISTAKES = {
     "experts": r"torch.bool \(6, 3\); it must be bool", "numbers": r"torch.int32 \(6, 4\); it must be bool",
     "features": "a row for each of the tokens", "rows": r"\[6, 8\]", "dtype": "must be the same",
     "weights": "one .* for each of this rank's 2 experts", "probs": "one for each token", "order": "linear_combine",
-    "fp8": "dispatch_linear has no form in fp8", "none": "routing=None must be what expert_routing returned",
+    "fp8": "dispatch_linear has no form in fp8", "none": "routing is a NoneType; it must be what expert_routing returned",
     "device": "x is on cpu, its routing on meta",
 }  # fmt: skip
 
