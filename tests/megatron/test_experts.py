@@ -138,6 +138,8 @@ STAYS = {  # changes to the model -> what the error, or the table, says
 def test_what_cannot_overlap_is_an_error_or_stays_megatrons(what: str) -> None:
     with pytest.raises(ValueError, match="experts=True: " + re.escape(what)):
         mixtral(OURS, **STAYS[what])
+    with pytest.raises(ValueError, match="experts=True: " + re.escape(what)):  # and not that nothing overlaps there
+        mixtral(OURS, **dict(tensor_model_parallel_size=1, sequence_parallel=False) | STAYS[what])
     expected = train(mixtral(None, **STAYS[what]), steps=1)
     model = mixtral(OverlapConfig(experts=True, on_unsupported="fallback"), **STAYS[what])
     found = train(model, steps=1)
