@@ -15,19 +15,20 @@ from overlap_train.ops.plan_cache import Foreseen, foresee
 
 
 class CompileAhead:
-    """Starts to compile, in the first call of a linear of a model, what all linears of its group launch. Llama-3 8B's first step
-    took 22 s when each linear began with its own kernels, 4 s with all of them in Triton's cache (four ranks, 16 cores)."""
+    """Starts to compile, in the first call of a linear of a model, what all linears of its group launch. Linears call it with
+    their plans. Llama-3 8B's first step took 22 s when each linear began with its own kernels, 4 s with all of them in Triton's
+    cache (four ranks, 16 cores)."""
 
     def __init__(self, group: dist.ProcessGroup, linears: Sequence[Any]) -> None:
         self._group, self._linears = group, [linear for linear in linears if linear.tp_group is group]
         for linear in self._linears:
-            linear.overlap.ahead = self
+            linear.overlap.on_first_plan = self
 
-    def start(self, name: str, plan: Plan) -> None:
+    def __call__(self, name: str, plan: Plan) -> None:
         """In the first call, which has this plan. name: of its linear."""
         linears, self._linears = self._linears, []
         for linear in linears:
-            linear.overlap.ahead = None
+            linear.overlap.on_first_plan = None
         foresee(self._group, plan.rows, filter(None, map(_foreseen, linears)), name)
 
 

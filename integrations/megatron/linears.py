@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,9 +63,6 @@ from overlap_train.ops.spec import (
 )
 from overlap_train.select.autotune import Autotune
 
-if TYPE_CHECKING:
-    from overlap_train.integrations.megatron.ahead import CompileAhead
-
 OWN = (ColumnParallelLinear, RowParallelLinear)
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -96,7 +93,9 @@ class LinearOverlap:
     plan: Plan | None = None
     trial: Autotune | None = None
     on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
-    ahead: CompileAhead | None = None  # until the first call of a linear of the model
+    on_first_plan: Callable[[str, Plan], None] | None = (
+        None  # enable() sets it until a linear of the model is called (ahead.py)
+    )
     norm: NormKernels | None = None  # of a TELayerNormColumnParallelLinear
     # Of a linear that exchanges within its product: the groups of overlapped calls, the last one's last.
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)
@@ -126,8 +125,8 @@ class LinearOverlap:
 
     def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
         self.plan, self.trial = plan, trial
-        if self.ahead is not None:
-            self.ahead.start(self.name, plan)
+        if self.on_first_plan is not None:
+            self.on_first_plan(self.name, plan)
 
     def fp8_of(self, linear: Any) -> str:
         """In which way a call multiplies in fp8, "off": not at all."""

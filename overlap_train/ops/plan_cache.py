@@ -21,13 +21,12 @@ from ..warn import warn_user
 from .launch import is_interpreted
 from .plan import Plan, error_on_device, make_plan, takes_scales
 from .planned import Planned, PlannedOp
-from .spec import PLAIN, OperatorSpec, autocast_error, tensor_error
+from .spec import PLAIN, Operands, OperatorSpec, autocast_error, tensor_error
 
 if TYPE_CHECKING:
     from .tune_steps import AutotuneRuns
 
 _CONFIGS = (OverlapConfig, type(None))
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Autotune | None], None]
 

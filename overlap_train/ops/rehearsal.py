@@ -25,9 +25,9 @@ from ..group.workspace import Workspace
 from .plan import EnginePlan, Plan
 from .product import Fp8Matrix, Right
 from .quantize import FORWARD, GRADIENT
+from .spec import Operands
 
 _TAG = Tag("overlap_train/rehearsal", "")
-Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 
 
 class _Rehearsal(Workspace):
@@ -67,9 +67,8 @@ def compile_ahead(domain: OverlapDomain, calls: Iterable[tuple[Plan, Operands]])
     from ..gpu.compiling import start  # imports Triton
 
     launches = [one for plan, operands in calls for one in launches_of(domain, plan, *operands)]
-    launches.sort(
-        key=lambda one: -len(one.arguments)
-    )  # products, which have the most and take longest, before small kernels
+    # Products, which have the most arguments and take longest, before small kernels.
+    launches.sort(key=lambda one: -len(one.arguments))
     first = domain.rank * len(launches) // domain.world_size
     for one in launches[first:] + launches[:first]:
         start(one.kernel, one.grid, one.arguments, one.constants)

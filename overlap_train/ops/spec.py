@@ -15,6 +15,7 @@ from ..schedule.kinds import Kind
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 PLAIN_OR_NONE = (*PLAIN, type(None))
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, w, bias
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -59,10 +60,8 @@ def shapes_of(x: torch.Tensor, w: torch.Tensor) -> str:
 
 def no_fp8_on(device: torch.device, fp8: str) -> str | None:
     """Why a GPU does not multiply in fp8, None: it does. fp8: as in OverlapConfig."""
-    capability, cuda = (
-        torch.cuda.get_device_capability(device),
-        tuple(map(int, (torch.version.cuda or "0.0").split("."))),
-    )
+    capability = torch.cuda.get_device_capability(device)
+    cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")))
     if fp8 == "blockwise" and (capability[0] != 9 or cuda < (12, 9)):
         return f"cuBLASLt takes scales of blocks on Hopper, from CUDA 12.9 on; here is {torch.version.cuda}"
     return "tensor cores multiply fp8 from Ada on" if capability < (8, 9) else None
@@ -103,14 +102,8 @@ class OperatorSpec:
         return self.fprop.receives
 
     def error(
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        bias: torch.Tensor | None,
-        world_size: int,
-        name: str,
-        takes_fp8: bool = False,
-    ) -> str | None:
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, world_size: int, name: str, takes_fp8: bool = False,
+    ) -> str | None:  # fmt: skip
         """What is wrong with the arguments of a call, or None. name: of the linear. takes_fp8: also a weight that is in fp8 with
         its scale."""
         if not self.multiplies:  # who makes x has looked at it, and the product at w

@@ -39,21 +39,14 @@ class Kind(StrEnum):
     GEMM_COMBINE = "gemm_combine", False, True, False, True
 
     def __new__(
-        cls,
-        value: str,
-        receives: bool = False,
-        exchanges: bool = False,
-        before_wgrad: bool = False,
-        routed: bool = False,
-    ) -> Kind:
+        cls, value: str, receives: bool = False, exchanges: bool = False, before_wgrad: bool = False, routed: bool = False,
+    ) -> Kind:  # fmt: skip
         kind = str.__new__(cls, value)
         kind._value_ = value
         kind.receives, kind.exchanges, kind.before_wgrad = receives, exchanges, before_wgrad
         kind.gathers, kind.reduces = receives and not exchanges, not receives and not exchanges
-        kind.sums_blocks, kind.splits_columns = (
-            receives and exchanges and not routed,
-            exchanges and not (receives or routed),
-        )
+        kind.sums_blocks = receives and exchanges and not routed
+        kind.splits_columns = exchanges and not (receives or routed)
         return kind
 
 
