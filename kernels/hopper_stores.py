@@ -29,15 +29,6 @@ def split_tile(acc, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def make_quarters(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT quarter tiles [ROWS, COLS / 2] that `desc` stores, whose blocks are [1, ROWS, COLS / 2]."""
-    rows: gl.constexpr = desc.block_type.shape[1]
-    cols: gl.constexpr = desc.block_type.shape[2]
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], desc.dtype)
-    return gl.allocate_shared_memory(desc.dtype, [COUNT, rows, cols], layout)
-
-
-@gluon.jit
 def store_inside(out_desc, quarter, chunk, row, col):
     """Store a quarter tile by TMA at (row, col) of a chunk, as far as it lies inside."""
     block = reinterpret(quarter, out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
@@ -46,12 +37,22 @@ def store_inside(out_desc, quarter, chunk, row, col):
 
 @gluon.jit
 def make_outbox(desc, BUFFERS: gl.constexpr):
-    """Buffers of a quarter tile between the multiplying groups and a storing warp: (quarters, full barriers, free barriers).
+    """make_outbox_of quarters that `desc` stores, whose blocks are [1, ROWS, COLS / 2]."""
+    rows: gl.constexpr = desc.block_type.shape[1]
+    cols: gl.constexpr = desc.block_type.shape[2]
+    return make_outbox_of(desc.dtype, rows, cols, BUFFERS)
+
+
+@gluon.jit
+def make_outbox_of(dtype: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, BUFFERS: gl.constexpr):
+    """Buffers of a quarter tile [ROWS, COLS] between the multiplying groups and a storing warp: (quarters, full barriers, free
+    barriers).
 
     BUFFERS: for each half of a tile. One: both groups use it in turns, group 0 first. Two: each has its own.
     """
     HALVES: gl.constexpr = 2
-    quarters = make_quarters(desc, HALVES * BUFFERS)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLS], dtype)
+    quarters = gl.allocate_shared_memory(dtype, [HALVES * BUFFERS, ROWS, COLS], layout)
     full = gl.allocate_shared_memory(gl.int64, [PARTS * HALVES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [PARTS * HALVES, 1], mbarrier.MBarrierLayout())
     for quarter in gl.static_range(PARTS * HALVES):

@@ -193,7 +193,7 @@ class _LinearCombine(torch.autograd.Function):
         wants_da, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
         with op.backward[True, any(wants_dws)]:  # the peers want dz, whatever this rank does
             gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dz.contiguous(), None, any(wants_dws))
-            da = gather.matmul(GroupedProduct(weights, False, ctx.weights[0]) if wants_da else None)
+            da = gather.matmul(GroupedProduct(weights, False, ctx.weights[0]), wants_da)
             dws = _weight_gradients(ctx, op, gather.rows, a)
         return da, *dws, None, None
 

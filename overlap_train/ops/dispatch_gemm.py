@@ -4,11 +4,12 @@
     numbers       fp32 [N], one for each row in sent order, or None
     keeps_rows    a weight gradient wants what has arrived
 
-`matmul` multiplies; without a product it only waits. Complete after it: rows [R, H], in placed order, if they are kept, and
+`matmul` multiplies; where y is not wanted it returns None. Complete after it: rows [R, H], in placed order, if they are kept, and
 numbers, fp32 [R], likewise.
 
 Each rank gathers its rows for one rank after the other, and sends them with their numbers, if there are any. The receiver
-multiplies its own rows first, then those of each source in the order in which they arrive (schedule/order.py).
+multiplies its own rows first, then those of each source in the order in which they arrive (schedule/order.py). By `fused` rows go
+where the receiver wants them, some experts' rows of all sources after others'.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch.distributed as dist
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from .grouped import GroupedProduct
-from .messages import Messages
+from .launch_experts import dispatch_and_multiply
+from .messages import Messages, open_rows, placed_rows
 from .routing import Routing
 
 if TYPE_CHECKING:
@@ -50,8 +52,8 @@ class CollectiveDispatchGemm:
         placed[routing.place_of_received] = received
         return placed
 
-    def matmul(self, product: GroupedProduct | None) -> torch.Tensor | None:
-        if product is None:
+    def matmul(self, product: GroupedProduct, is_wanted: bool = True) -> torch.Tensor | None:
+        if not is_wanted:
             return None
         y = self.rows.new_empty(len(self.rows), product.features)
         product.into(y, self._routing.all_places, self.rows)
@@ -78,15 +80,15 @@ class ChunkedDispatchGemm:
                 places.copy_(of_ranks[peer])
             messages.send(peer)
 
-    def matmul(self, product: GroupedProduct | None) -> torch.Tensor | None:
+    def matmul(self, product: GroupedProduct, is_wanted: bool = True) -> torch.Tensor | None:
         """Wait for one source after the other, multiply its rows and keep what is wanted."""
-        y = None if product is None else self._x.new_empty(self._routing.rows_received, product.features)
+        y = self._x.new_empty(self._routing.rows_received, product.features) if is_wanted else None
         for source in (self._rank, *self._plan.sources):
             if source != self._rank:
                 self._messages.call.wait(source)
             rows, numbers = self._messages.arriving(source)
             places = self._routing.places[source]
-            if product is not None:
+            if y is not None:
                 product.into(y, places, rows)
             if self.rows is not None:
                 self.rows.index_copy_(0, places.index, rows)
@@ -95,7 +97,30 @@ class ChunkedDispatchGemm:
         return y
 
 
+class FusedDispatchGemm:
+    """One kernel stores the rows at their places in the experts' ranks' slots, and multiplies those that have arrived."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, x: torch.Tensor,
+        numbers: torch.Tensor | None, keeps_rows: bool,
+    ) -> None:  # fmt: skip
+        self._domain, self._plan, self._routing, self._x, self._keeps_rows = domain, plan, routing, x, keeps_rows
+        self._call = open_rows(domain, tag, x.dtype, x.shape[1], plan.chunks)
+        self.rows, self.numbers = None, numbers
+
+    def matmul(self, product: GroupedProduct, is_wanted: bool = True) -> torch.Tensor | None:
+        call, count = self._call, self._routing.rows_received
+        y = self._x.new_empty(count, product.features)
+        dispatch_and_multiply(self._domain, call, self._plan, self._routing, self._x, self.numbers, product, y)
+        call.wait_for_all()  # tiles have not waited for a rank without rows for them
+        rows, numbers = placed_rows(call, count)
+        self.rows = rows.clone() if self._keeps_rows else None
+        self.numbers = None if self.numbers is None else numbers.clone()
+        return y if is_wanted else None
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "collective": CollectiveDispatchGemm,
     "chunked": ChunkedDispatchGemm,
+    "fused": FusedDispatchGemm,
 }

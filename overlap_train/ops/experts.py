@@ -17,7 +17,9 @@ from ..group.memory import Request, may_hold, prepare
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources
 from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
-from ..select.tiles import HOPPER_TILE, LIBRARY
+from ..select.tiles import HOPPER, HOPPER_TILE, LIBRARY, tma_reads
+from .expert_tables import chunk_count
+from .launch_experts import FEATURES
 from .messages import slot_bytes
 from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, in_words
@@ -92,9 +94,10 @@ def expert_op(
     if known is None or problem is not None or asked:
         what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(x.dtype)}"
         request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
+        chunks = _chunks_of_kernels(weights)
         _agree(domain, request, problem, name, known is not None, trains)
         known = cache.plans.put(key, {
-            why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why), trained["w"])
+            why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why, chunks), trained["w"])
             for why in (None, *OVERFLOWS)
         })  # fmt: skip
     op = known[overflow].linear(name)
@@ -136,25 +139,36 @@ def _memory(spec: OperatorSpec, w: torch.Tensor, routing: Routing, config: Overl
 
 def make_expert_plan(
     spec: OperatorSpec, config: OverlapConfig, topology: Topology, dtype: torch.dtype, request: Request,
-    overflow: str | None = None,
+    overflow: str | None = None, chunks: int = 0,
 ) -> Plan:  # fmt: skip
-    """The plan of `spec` for rows of a dtype. overflow: why slots are too small for a call, or None."""
+    """The plan of `spec` for rows of a dtype. overflow: why slots are too small for a call, or None. chunks: of the kernels for
+    Hopper; 0: they do not serve the call."""
     method, reason = "chunked", "what experts overlap by"
     if topology.nodes > 1:
         method, reason = "collective", f"the group spans {topology.nodes} nodes"
-    elif config.method in ("collective", "chunked"):
+    elif config.method in ("collective", "chunked") or (chunks and config.method == "fused"):
         method, reason = config.method, "asked for"
+    elif chunks and config.method == "auto":
+        method = "fused"
     if overflow is not None and method != "collective":
         method, reason = "collective", overflow
     elif config.tune_steps:
         reason += "; tune_steps measures no experts"
 
     def engine(kind: Kind) -> EnginePlan:
-        order = sources(topology)
-        return EnginePlan(kind, reason, Method(method), LIBRARY, HOPPER_TILE, 1, Transfers(()), order, dtype)
+        order, kernels = sources(topology), HOPPER if method == "fused" else LIBRARY
+        cut = chunks if method == "fused" and kind.receives else 1
+        return EnginePlan(kind, reason, Method(method), kernels, HOPPER_TILE, cut, Transfers(()), order, dtype)
 
     fprop, dgrad = engine(spec.fprop), engine(spec.fprop.dgrad)
     return Plan(spec, config, fprop, dgrad, dgrad, None, request, dtype, rows=0)
+
+
+def _chunks_of_kernels(weights: Sequence[torch.Tensor]) -> int:
+    """Into how many chunks the kernels for Hopper cut rows; 0: they do not serve these weights."""
+    n, k = weights[0].shape
+    serves = tma_reads(weights[0].device, weights[0].dtype, k, n) and not (n % FEATURES or k % FEATURES)
+    return chunk_count(len(weights)) if serves else 0
 
 
 def _error(

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from .grouped import GroupedProduct
-from .messages import Messages
+from .launch_experts import multiply_and_combine
+from .messages import Messages, open_rows, placed_rows
 from .routing import Routing
 
 if TYPE_CHECKING:
@@ -77,7 +78,26 @@ class ChunkedGemmCombine:
         return self._routing.sum_of_tokens(messages.call.gathered, messages.capacity)
 
 
+class FusedGemmCombine:
+    """One kernel multiplies, and stores finished rows at their places in the slots of their tokens' ranks."""
+
+    def __init__(
+        self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
+        product: GroupedProduct, numbers: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._routing, self.numbers = routing, numbers
+        self._call = open_rows(domain, tag, a.dtype, product.features)
+        multiply_and_combine(domain, self._call, plan, routing, a, numbers, product)
+
+    def finish(self) -> torch.Tensor:
+        self._call.wait_for_all()
+        rows, numbers = placed_rows(self._call, self._routing.rows_sent)
+        self.numbers = None if self.numbers is None else numbers.clone()
+        return self._routing.sum_of_tokens(rows)
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "collective": CollectiveGemmCombine,
     "chunked": ChunkedGemmCombine,
+    "fused": FusedGemmCombine,
 }

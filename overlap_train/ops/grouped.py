@@ -25,7 +25,7 @@ class GroupedProduct:
     there, until it is set to None; else each is multiplied by itself."""
 
     def __init__(self, weights: Sequence[torch.Tensor], transposed: bool, first: Any = None) -> None:
-        self._weights, self._transposed, self._first = weights, transposed, first
+        self._weights, self.transposed, self._first = weights, transposed, first
         self.features: int = weights[0].shape[0 if transposed else 1]
 
     def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ class GroupedProduct:
     ) -> None:
         for weight, start, first, count in zip(self._weights, to, at, counts, strict=True):
             if count:
-                b_kn = weight.t() if self._transposed else weight
+                b_kn = weight.t() if self.transposed else weight
                 torch.mm(rows[first : first + count], b_kn, out=out[start : start + count])
 
     def _is_grouped(self, rows: torch.Tensor) -> bool:
@@ -64,8 +64,14 @@ class GroupedProduct:
 
     def _grouped(self, rows: torch.Tensor, places: Places) -> torch.Tensor:
         assert self._stacked is not None, "asked by _is_grouped"
-        b = self._stacked.mT if self._transposed else self._stacked
+        b = self._stacked.mT if self.transposed else self._stacked
         return torch.nn.functional.grouped_mm(rows, b, offs=places.ends)
+
+    @property
+    def stack(self) -> torch.Tensor:
+        """The weights [E/W, N, K] as one tensor, contiguous: a copy for this product, where none is kept."""
+        stacked = self._stacked
+        return torch.stack([*self._weights]) if stacked is None else stacked
 
     @cached_property
     def _stacked(self) -> torch.Tensor | None:

@@ -264,7 +264,7 @@ def _scatter_launch(
     if plan.kernels == HOPPER:
         arguments |= dict(
             a_desc=_panel(a_mk), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
-            y_desc=_stored(y, call.chunks), received_desc=_descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
+            y_desc=_stored(y, call.chunks), received_desc=descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
         )  # fmt: skip
         arguments |= _places(domain, call, staging, arguments["y_desc"])
         run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, adds)
@@ -322,21 +322,21 @@ def _portable_constants(plan: EnginePlan, domain: OverlapDomain) -> dict[str, An
 
 def _panel(a_mk: torch.Tensor) -> Any:
     """The descriptor of a matrix [M, K] in panels, each of a strip's rows."""
-    return _descriptor(a_mk, PART_M, PANEL_BYTES // a_mk.itemsize)
+    return descriptor(a_mk, PART_M, PANEL_BYTES // a_mk.itemsize)
 
 
 def _operand(b_kn: torch.Tensor, cols: int) -> Any:
     """The descriptor of b_kn [K, N] as it lies in memory, [N, K] or [K, N], in panels of `cols` columns."""
     depth = PANEL_BYTES // b_kn.itemsize
-    return _descriptor(b_kn.t(), cols, depth) if b_kn.stride(0) == 1 else _descriptor(b_kn, depth, cols)
+    return descriptor(b_kn.t(), cols, depth) if b_kn.stride(0) == 1 else descriptor(b_kn, depth, cols)
 
 
 def _stored(matrix: torch.Tensor, chunks: int) -> Any:
     """The descriptor of a matrix [*, N] of `chunks` chunks of rows that is stored: TMA leaves out what lies beyond a chunk."""
-    return _descriptor(matrix.unflatten(0, (chunks, -1)), 1, PART_M, HALF_N)
+    return descriptor(matrix.unflatten(0, (chunks, -1)), 1, PART_M, HALF_N)
 
 
-def _descriptor(tensor: torch.Tensor, *block: int) -> Any:
+def descriptor(tensor: torch.Tensor, *block: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))

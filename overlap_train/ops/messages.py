@@ -1,6 +1,7 @@
 """The messages of a call of experts: rows of any number, and perhaps a number for each, between this rank and every other.
 
 A message is the beginning of a block of a slot: its rows, then their numbers (fp32). This rank's own rows lie in its own block.
+Where a kernel stores rows at their places, all rows lie at the slot's beginning, one below the other, then their numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
+from ..group.slots import Call
 
 _ALIGN = 16  # bytes: where rows and numbers begin and end, as vector loads want them
 _ROWS_AT_ONCE = 8  # rows of any dtype and number of features come to a multiple of that
@@ -28,10 +30,9 @@ class Messages:
     ) -> None:  # fmt: skip
         self._rank, self._engine, self._features, self._has_numbers = domain.rank, domain.engine, features, has_numbers
         self._leaving, self._arriving, dtype = leaving, arriving, like.dtype
-        group = _ROWS_AT_ONCE * features * dtype.itemsize
-        self.capacity = domain.layout.slot_bytes // domain.world_size // group * _ROWS_AT_ONCE
-        self.call = domain.workspace.open(torch.Size([self.capacity, features]), dtype, tag)
+        self.call = open_rows(domain, tag, dtype, features)
         self.call.next_epoch()
+        self.capacity = self.call.blocks.shape[1]
         sizes = [_bytes(rows, features, dtype, has_numbers) // dtype.itemsize for rows in leaving]
         sizes[domain.rank] = 0
         self._staging = like.new_empty(sum(sizes)).split(sizes)
@@ -56,6 +57,20 @@ class Messages:
         first = _aligned(size * memory.itemsize) // memory.itemsize
         last = first + _aligned(4 * rows * self._has_numbers) // memory.itemsize
         return memory[:size].view(rows, self._features), memory[first:last].view(torch.float32)[:rows]
+
+
+def open_rows(domain: OverlapDomain, tag: Tag, dtype: torch.dtype, features: int, chunks: int = 1) -> Call:
+    """Start a call on a slot whose blocks are as many rows of so many features as it holds."""
+    group = _ROWS_AT_ONCE * features * dtype.itemsize
+    capacity = domain.layout.slot_bytes // domain.world_size // group * _ROWS_AT_ONCE
+    return domain.workspace.open(torch.Size([capacity, features]), dtype, tag, chunks)
+
+
+def placed_rows(call: Call, rows: int) -> Message:
+    """All rows of a slot of two bytes an element, and their numbers, where kernels have stored them."""
+    memory = call.gathered
+    numbers = memory.view(-1)[rows * memory.shape[1] :].view(torch.float32)
+    return memory[:rows], numbers[:rows]
 
 
 def slot_bytes(rows: int, world_size: int, features: int, dtype: torch.dtype) -> int:

@@ -12,11 +12,13 @@ The matrix of counts, which every rank has, says all of it but which tokens thes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+
+from .expert_tables import Tables, expert_tables
 
 if TYPE_CHECKING:
     from ..group.domain import OverlapDomain
@@ -44,29 +46,40 @@ class Routing:
     chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int64 [W, E] of the host.
     domain: of the group.
 
-    sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. places: of the
-    rows from each rank; all_places: of all rows for this rank's experts.
+    sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. all_places: of
+    all rows for this rank's experts.
     """
 
     def __init__(self, chosen: torch.Tensor, counts: torch.Tensor, domain: OverlapDomain) -> None:
         self._chosen, self.domain, self.world_size = chosen, domain, len(counts)
         self.tokens_here, self.experts = chosen.shape
         self.device, rank = chosen.device, domain.rank
-        by_rank = counts.view(self.world_size, self.world_size, -1)  # from, to, expert
-        sent, here = by_rank[rank].sum(1), by_rank[:, rank]
-        self.sent: list[int] = sent.tolist()
-        self.received: list[int] = here.sum(1).tolist()
+        self._by_rank = by_rank = counts.view(self.world_size, self.world_size, -1)  # from, to, expert
+        self._sent, self._here = by_rank[rank].sum(1), by_rank[:, rank]
+        self.sent: list[int] = self._sent.tolist()
+        self.received: list[int] = self._here.sum(1).tolist()
         self.rows_sent, self.rows_received = sum(self.sent), sum(self.received)
         self.largest, self.total = int(by_rank.sum(2).max()), int(counts.sum())
-        starts = _before(here.t()).t()
-        # All that goes to a device goes now: within an operator the host must not wait for copies.
-        self.place_of_received = _shifted(starts - _before(here), here, self.device)
-        self._place_in_message = _shifted(-_before(sent), sent, self.device)
-        totals = here.sum(0)
-        ends = torch.cat((here, totals[None])).cumsum(1).int().to(self.device, non_blocking=True)
-        self.all_places = Places(starts[0].tolist(), totals.tolist(), None, ends[-1])
+        self._starts, totals = _before(self._here.t()).t(), self._here.sum(0)
+        ends = torch.cat((self._here, totals[None])).cumsum(1).int()
+        self._ends = _on_device(ends, self.device)
+        self.all_places = Places(self._starts[0].tolist(), totals.tolist(), None, self._ends[-1])
+
+    @cached_property
+    def place_of_received(self) -> torch.Tensor:
+        """The place in placed order of each row of the messages from all ranks, one behind the other: int64 [R]."""
+        return _shifted(self._starts - _before(self._here), self._here, self.device)
+
+    @cached_property
+    def places(self) -> list[Places]:
+        """Those of the rows from each rank."""
         indices = self.place_of_received.split(self.received)
-        self.places = [*map(Places, starts.tolist(), here.tolist(), indices, ends)]
+        return [*map(Places, self._starts.tolist(), self._here.tolist(), indices, self._ends)]
+
+    @cached_property
+    def tables(self) -> Tables:
+        """What kernels of experts are told."""
+        return expert_tables(self._by_rank.numpy(), self.domain.rank, partial(_on_device, device=self.device))
 
     @cached_property
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +101,8 @@ class Routing:
     def _in_message(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(place in its message, rank that it goes to) of each row in `_by_token`: int64 [N]."""
         rank = self.pairs[1] // (self.experts // self.world_size)
-        return self._place_in_message[self._by_token], rank[self._by_token]
+        places = _shifted(-_before(self._sent), self._sent, self.device)
+        return places[self._by_token], rank[self._by_token]
 
     @cached_property
     def _ends_of_tokens(self) -> torch.Tensor:
@@ -120,5 +134,10 @@ def _before(counts: torch.Tensor) -> torch.Tensor:
 def _shifted(shifts: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:
     """0, 1, 2, ... in runs of `counts`, each run shifted by its number: int64."""
     total = int(counts.sum())
-    both = torch.stack((shifts.flatten(), counts.flatten())).to(device, non_blocking=True)
+    both = _on_device(torch.stack((shifts.flatten(), counts.flatten())), device)
     return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)
+
+
+def _on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers of the host, by a copy for which it does not wait: within an operator it must not."""
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)

@@ -1,5 +1,5 @@
 """The operators of experts on GPUs: the problems of CPU processes, exact in bf16, also where the products of many experts are one
-kernel; the same bits on every run; and two micro-batches in flight."""
+kernel; the same bits on every run; and two micro-batches in flight. Kernels of our own get features that they serve."""
 
 from __future__ import annotations
 
@@ -17,25 +17,45 @@ from tests.linear_cases import Case
 MILLISECOND = 2_000_000  # cycles
 
 
-@pytest.fixture(params=["chunked", "collective"])
+@pytest.fixture(params=["fused", "chunked", "collective"])
 def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def check(case: Case, problem: Experts, seed: int, runs_as: str = "") -> None:
+    """check_problem, for `fused` with features that it serves, and with room for what one rank gets."""
+    method, case = case.config.method, replace(case, config=replace(case.config, experts_room=64.0))
+    if method == "fused":
+        problem = replace(problem, features=64 * (1 + seed % 5), hidden=64 * (1 + seed % 3))
+    assert check_problem(case, problem, seed) == (runs_as or method)
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_every_problem(case: Case, name: str) -> None:
-    check_problem(case, NAMED[name](case.world), seed=3)
+    check(case, NAMED[name](case.world), seed=3)
 
 
 def test_many_experts_are_one_kernel(case: Case) -> None:
-    """Features are multiples of eight, as that kernel wants them; some experts get nothing."""
+    """Features are multiples of eight, as the library's kernel wants them; some experts get nothing."""
     for seed, dropped in enumerate((0.0, 0.7)):
-        check_problem(case, Experts(16 * case.world, 4, (40,) * case.world, 64, 32, dropped), seed)
+        check(case, Experts(16 * case.world, 4, (40,) * case.world, 64, 32, dropped), seed)
+
+
+def test_experts_of_several_tiles(case: Case) -> None:
+    """Rows that fill tiles, and end anywhere in one."""
+    for seed, tokens in enumerate((256, 301, 1000)):
+        check(case, Experts(2 * case.world, 2, (tokens,) * (case.world - 1) + (tokens + 5,), 64, 32), seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
-    check_problem(replace(case, dtype=dtype), NAMED["dropped"](case.world), seed=5)
+    served = dtype == torch.float16 or case.config.method != "fused"
+    check(replace(case, dtype=dtype), NAMED["dropped"](case.world), seed=5, runs_as="" if served else "chunked")
+
+
+def test_features_that_kernels_do_not_serve(case: Case) -> None:
+    if case.config.method == "fused":
+        assert check_problem(case, Experts(2 * case.world, 2, (9,) * case.world, 72, 64), seed=1) == "chunked"
 
 
 def test_sums_are_in_order_of_expert(case: Case) -> None:
@@ -44,12 +64,12 @@ def test_sums_are_in_order_of_expert(case: Case) -> None:
 
 def test_random_problems(case: Case) -> None:
     for seed in range(200):
-        check_problem(case, any_problem(seed, case.world), seed)
+        check(case, any_problem(seed, case.world), seed)
 
 
 def test_late_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy of one rank starts late, so that waits have to hold."""
-    if case.config.method == "collective":
+    if case.config.method != "chunked":
         pytest.skip("no copies of ours")
     engine: Any = domain_of(case.group, case.config, case.device).engine
     enqueue = engine._enqueue
@@ -65,6 +85,13 @@ def test_late_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
                 patch.setattr(engine, "_enqueue", late)
             for seed in range(3):
                 check_problem(case, Experts(4 * case.world, 2, (64,) * case.world, 64, 32), seed)
+
+
+def test_late_ranks(case: Case) -> None:
+    """Each operator of one rank starts late: the others' kernels wait for it, tile by tile."""
+    for seed in range(2 * case.world):
+        torch.cuda._sleep(20 * MILLISECOND * (case.rank == seed % case.world))
+        check(case, Experts(8 * case.world, 2, (64,) * case.world, 64, 32), seed)
 
 
 def test_every_run_gives_the_same_bits(case: Case) -> None:

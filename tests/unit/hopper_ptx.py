@@ -58,16 +58,19 @@ def _without_assembler() -> Iterator[None]:
 
 
 def compiled(
-    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, **switches: int
-) -> tuple[str, int]:
-    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks; formats: of a and b; switches: its constexprs."""
-    binary = compiled_kernel(kernel_name, b_is_nk, formats, bias, **switches)
+    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, numbers: bool = False,
+    **switches: int,
+) -> tuple[str, int]:  # fmt: skip
+    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks; formats: of a and b; numbers: rows of experts have one;
+    switches: its constexprs."""
+    binary = compiled_kernel(kernel_name, b_is_nk, formats, bias, numbers, **switches)
     return binary.asm["ptx"], binary.metadata.shared
 
 
 def compiled_kernel(
-    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, **switches: int
-) -> Any:
+    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, numbers: bool = False,
+    **switches: int,
+) -> Any:  # fmt: skip
     """What Triton's compiler returns, without a binary."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -98,7 +101,10 @@ def compiled_kernel(
         constants |= dict.fromkeys(name for name in kernel.arg_names if "scale" in name)
     depth, half_n = constants["BLOCK_K"], constants["BLOCK_N"] // 2
     constants = {"LOCAL": constants["WORLD"]} | constants | ({} if bias else {"bias_ptr": None})
-    if "own_desc" in kernel.arg_names:
+    constants |= {} if numbers else {"numbers_ptr": None}
+    if "pairs_ptr" in kernel.arg_names:  # of experts
+        constants = {"STEP": STEP // 2} | constants
+    elif "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
@@ -120,11 +126,16 @@ def compiled_kernel(
     } | {f"to{step}_desc": out for step in range(1, 8)}
     types |= dict.fromkeys(WORDS, "*i64") | {
         "own_ptr": f"*{formats[0]}",
+        "rows_desc": panel,
+        "numbers_ptr": "*fp32",
         "bias_ptr": "*bf16",
         "limit": "i64",
         "tag": "i64",
     }
-    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32")
+    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32") | dict.fromkeys(
+        ("x_ptr", "a_ptr", "y_ptr"), "*bf16"
+    )
+    types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32") | {"tokens_ptr": "*i64"}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {
@@ -134,7 +145,7 @@ def compiled_kernel(
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name not in constants and (name.endswith("_ptr") or name in whole)
+        if name not in constants and (name.endswith("_ptr") or name in whole) and name != "tokens_ptr"
     }
     source = GluonASTSource(kernel, signature, values, aligned)
     with _without_assembler():

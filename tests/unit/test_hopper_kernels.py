@@ -111,6 +111,8 @@ ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of ST
     ("hopper_gemm_reduce_scatter", {"DIRECT": False}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
     ("hopper_gemm_reduce_scatter", {"DIRECT": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
+    ("hopper_dispatch_gemm", {}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
+    ("hopper_gemm_combine", {}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
 ]
 
 
@@ -261,3 +263,29 @@ def test_what_is_demanded_of_the_ptx_is_there_for_every_number_of_ranks(
     constants = {"REDUCE": True, "DIRECT": False, "WORLD": world} | switches
     ptx, _ = compiled(kernel, True, **switches, WORLD=world)
     assert missing(ptx, f"{kernel}_kernel", constants) is None
+
+
+EXPERTS = [(kernel, numbers) for kernel in ("hopper_dispatch_gemm", "hopper_gemm_combine") for numbers in (False, True)]
+
+
+@pytest.mark.parametrize(("kernel", "numbers"), EXPERTS)
+def test_kernels_of_experts_send_16_bytes_a_thread_and_do_not_spill(
+    compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, numbers: bool
+) -> None:
+    """Rows that are sent are stored before they are counted, and all of them before the signal."""
+    for b_is_nk, world in ((True, 4), (False, 8)):
+        ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world)
+        _keeps_its_registers_and_fits(ptx, shared)
+        assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
+        assert in_order(ptx, WIDE_STORE, COUNT, SIGNAL) and len(re.findall(WIDE_STORE, ptx)) >= 16
+        assert len(re.findall(LEAVE, ptx)) == 1
+    for world in (1, 2):
+        assert missing(compiled(kernel, True, WORLD=world)[0], f"{kernel}_kernel", {"WORLD": world}) is None
+
+
+def test_only_tiles_of_dispatched_rows_wait_for_a_chunk_of_all_ranks(compiled: Compile) -> None:
+    ptx, _ = compiled("hopper_dispatch_gemm", True)
+    assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
+    assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
+    ptx, _ = compiled("hopper_gemm_combine", True)
+    assert not re.search(ACQUIRE, ptx) and not re.search("globaltimer", ptx)

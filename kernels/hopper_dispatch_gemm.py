@@ -1,0 +1,154 @@
+"""AllToAll + grouped GEMM for Hopper: ranks store their tokens' rows where the experts' ranks multiply them.
+
+    x [T, K]        of this rank's tokens
+    rows [R, K]     of this rank's slot, in placed order: every rank stores its own rows there, by expert, then source
+    y [R, N]      = rows @ (b of their expert)
+
+Two warps of each CTA take rows straight from x, by the router's map, and store them at their places. They go in pieces, chunk by
+chunk: a chunk is the rows of some experts, of all ranks; each rank signals its part of it. A tile waits for the parts of all
+ranks. The warps that send wait for nobody, and pieces are claimed: any one resident CTA sends them all (rule 4).
+
+    pieces          Q, .., .., ..; then for each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
+    numbers [N]     one for each row in sent order; they lie behind the R rows of the slot
+
+hopper_experts.py has the other tables.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .hopper_experts import (
+    PAIR_WORDS,
+    PEER_WORDS,
+    count_tiles,
+    leave_quarter,
+    multiply_experts,
+    store_rows,
+    strip_at,
+    take_quarter,
+    tile_of_experts,
+)
+from .hopper_stores import make_outbox_of
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile, make_rings, next_tile
+from .signal import MAX_CHUNKS, claim, finalize_epoch, next_word, notify_peer, signal_word, wait_signal
+
+# Warps that send, and that store: with the loading one they are the four that there is room for.
+SENDERS = gl.constexpr(2)
+STORERS = gl.constexpr(1)
+PIECE = gl.constexpr(16)  # rows that are claimed and counted at once, at most; expert_tables.py has the same
+
+
+@gluon.jit
+def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, words, n, k, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
+          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+          B_IS_NK: gl.constexpr):  # fmt: skip
+    """The loading warp: claims tiles, waits until all ranks' rows of a chunk are here, and brings rows and B through the ring."""
+    ROWS: gl.constexpr = BLOCK_M // PARTS
+    counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
+    expected = next_word(gl.load(epoch_ptr), tag)
+    bound = count_tiles(pairs_ptr, n, BLOCK_N)
+    k_steps = gl.cdiv(k, BLOCK_K)
+    here = 0  # a bit for each chunk that has been waited for: tiles that share columns are of several
+    step = 0
+    turn = 0
+    index = claim_tile(tiles, turn, counter_ptr, bound)
+    while index != NO_TILE:
+        expert, first, _, chunk, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
+        if (here >> chunk) & 1 == 0:
+            for source in range(WORLD):
+                word = signal_word(source, chunk)
+                wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
+            fence_for_tma()
+            here |= 1 << chunk
+        upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
+        if B_IS_NK:
+            step = load_tile(panels, step, rows_desc, rows_desc, b_desc, upper, lower, expert * n + tile_n * BLOCK_N, 0, k_steps,
+                             BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+        else:
+            step = load_tile(panels, step, rows_desc, rows_desc, b_desc, upper, lower, tile_n * BLOCK_N, expert * k, k_steps,
+                             BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+        turn += 1
+        index = claim_tile(tiles, turn, counter_ptr, bound)
+
+
+@gluon.jit
+def _store(tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """The storing warp: takes quarters out of the outbox into y."""
+    ROWS: gl.constexpr = BLOCK_M // PARTS
+    turn = 0
+    index = next_tile(tiles, turn, STORERS)
+    while index != NO_TILE:
+        _, first, end, _, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
+        for number in range(2 * PARTS):
+            part, half = number // 2, number % 2
+            quarter = take_quarter(outbox, turn, part, half)
+            low = first + part * ROWS
+            row, high = strip_at(first, pairs_ptr, part, ROWS), gl.minimum(low + ROWS, end)
+            store_rows(quarter, y_ptr, 0, row, low, high, tile_n * BLOCK_N + half * (BLOCK_N // 2), n, STORERS)
+            leave_quarter(outbox, part, half)
+        turn += 1
+        index = next_tile(tiles, turn, STORERS)
+
+
+@gluon.jit
+def _send(x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, k, STEP: gl.constexpr):
+    """SENDERS warps: store this rank's rows, and their numbers, at the ranks of their experts."""
+    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
+    _, _, epoch_ptr, _, _, tag, _ = words
+    word = next_word(gl.load(epoch_ptr), tag)
+    VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # what a thread stores at once: 16 bytes
+    layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
+    lane = gl.arange(0, STEP, layout)
+    bound = gl.load(pieces_ptr)
+    index = claim(sent_ptr).to(gl.int32)
+    while index < bound:
+        piece_ptr = pieces_ptr + 4 * (1 + index)
+        first, count, place = gl.load(piece_ptr), gl.load(piece_ptr + 1), gl.load(piece_ptr + 3)
+        part = gl.load(piece_ptr + 2)
+        target, chunk = part // MAX_CHUNKS, part % MAX_CHUNKS
+        slot = gl.load(memory_at_ptr + target)
+        slot_ptr = gl.multiple_of(slot.to(x_ptr.dtype), 16)
+        for row in range(count):
+            from_ptr = x_ptr + gl.load(tokens_ptr + first + row) * k
+            to_ptr = slot_ptr + (place + row).to(gl.int64) * k
+            for start in range(0, k, STEP):
+                cols = start + lane
+                gl.store(to_ptr + cols, gl.load(from_ptr + cols, mask=cols < k), mask=cols < k)
+        if numbers_ptr is not None:
+            received = gl.load(peers_ptr + target * PEER_WORDS)
+            numbers = (slot + received.to(gl.int64) * k * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)).to(
+                numbers_ptr.dtype
+            )
+            rows = gl.arange(0, PIECE, gl.BlockedLayout([1], [32], [SENDERS], [0]))
+            gl.store(numbers + place + rows, gl.load(numbers_ptr + first + rows, mask=rows < count), mask=rows < count)
+        pieces = gl.load(peers_ptr + target * PEER_WORDS + PAIR_WORDS + chunk)
+        signal_ptr = gl.load(outgoing_at_ptr + target).to(complete_ptr.dtype) + chunk
+        notify_peer(complete_ptr + part, pieces, signal_ptr, word)
+        index = claim(sent_ptr).to(gl.int32)
+
+
+@gluon.jit(do_not_specialize=["tag", "limit"], do_not_specialize_on_alignment=["tokens_ptr"])
+def hopper_dispatch_gemm_kernel(
+    x_ptr, tokens_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, n, k,
+    counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
+    memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """x [T, K], row tokens[i] of it in sent order; rows [*, K] of the slot; b of all experts, [E/W x N, K] or, without B_IS_NK,
+    [E/W x K, N], K a multiple of BLOCK_K then; y [R, N]. numbers: fp32, or None. STEP: elements that a CTA has in flight."""
+    gl.static_assert(num_warps == WARPS)  # of the first multiplying group
+    panels, tiles = make_rings(rows_desc, b_desc, STAGES, READERS=PARTS + 1)
+    outbox = make_outbox_of(y_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)
+    words = (counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
+    places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
+    gl.warp_specialize([
+        (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                            STAGES, B_IS_NK)),
+        (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+                            STAGES, B_IS_NK)),
+        (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
+                 B_IS_NK)),
+        (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
+        (_send, (x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, k, STEP)),
+    ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip
+    finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -1,0 +1,104 @@
+"""Grouped products for Hopper: which rows, of which expert, a tile has, and how finished rows leave.
+
+A rank's R rows lie in placed order (ops/routing.py): by expert, then source rank. They are cut into pairs of strips, of BLOCK_M
+rows of one expert each, the last one of an expert with fewer. Tables that the host makes from the matrix of counts say where
+(int32, ops/expert_tables.py):
+
+    pairs     P, max(R, BLOCK_M / PARTS), .., ..; then for each pair: expert, first row, end of the expert's rows, chunk
+    segments  for each expert and source rank: first row, end, what leads from a row to its place at the source, ..
+    peers     for each rank: rows it has received, rows it has sent, those of them here, ..; then the pieces of each chunk for it
+
+Tiles go through the pairs in order, in groups that share columns. STORERS warps take quarters out of the outbox
+(hopper_stores.py) through registers: an expert's rows end anywhere, and TMA stores whole strips only.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language import debug_barrier
+
+from .hopper_stores import put_quarter, split_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, multiply_tile, next_tile, pass_tile
+from .tiles import tile_in_groups
+
+PAIR_WORDS = gl.constexpr(4)
+PEER_WORDS = gl.constexpr(16)
+SEGMENT_WORDS = gl.constexpr(4)
+SLICE = gl.constexpr(8)  # rows of a quarter that the storing warps have in registers
+
+
+@gluon.jit
+def count_tiles(pairs_ptr, n, BLOCK_N: gl.constexpr):
+    return gl.load(pairs_ptr) * gl.cdiv(n, BLOCK_N)
+
+
+@gluon.jit
+def tile_of_experts(index, pairs_ptr, n, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
+    """Tile `index` -> (expert, first row, end of the expert's rows, chunk, tile column)."""
+    pair, tile_n = tile_in_groups(index, gl.load(pairs_ptr), gl.cdiv(n, BLOCK_N), GROUP_M)
+    pair_ptr = pairs_ptr + PAIR_WORDS * (1 + pair)
+    return gl.load(pair_ptr), gl.load(pair_ptr + 1), gl.load(pair_ptr + 2), gl.load(pair_ptr + 3), tile_n
+
+
+@gluon.jit
+def strip_at(first, pairs_ptr, PART: gl.constexpr, ROWS: gl.constexpr):
+    """Which row strip PART of the pair from row `first` on is read from: its first, or one before, where it would end beyond all
+    rows."""
+    return gl.minimum(first + PART * ROWS, gl.load(pairs_ptr + 1) - ROWS)
+
+
+@gluon.jit
+def multiply_experts(panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, PART: gl.constexpr, BLOCK_M: gl.constexpr,
+                     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+                     B_IS_NK: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox."""
+    ROWS: gl.constexpr = BLOCK_M // PARTS
+    k_steps = gl.cdiv(k, BLOCK_K)
+    step = 0
+    turn = 0
+    index = next_tile(tiles, turn, WARPS)
+    while index != NO_TILE:
+        _, first, end, _, _ = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
+        if first + PART * ROWS < end:
+            acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+        else:
+            acc, step = pass_tile(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
+        left, right = split_tile(acc, ROWS, BLOCK_N)
+        if gl.load(abort_ptr, volatile=True) != 0:
+            left, right = left + float("nan"), right + float("nan")
+        put_quarter(outbox, turn, left, PART, 0, BUFFERS=1)
+        put_quarter(outbox, turn, right, PART, 1, BUFFERS=1)
+        turn += 1
+        index = next_tile(tiles, turn, WARPS)
+
+
+@gluon.jit
+def take_quarter(outbox, turn, part, half):
+    """Storing warps: quarter (part, half) of tile number `turn`, once it is there."""
+    quarters, full, _ = outbox
+    mbarrier.wait(full.index(part * 2 + half), turn & 1)
+    return quarters.index(half)
+
+
+@gluon.jit
+def leave_quarter(outbox, part, half):
+    """Storing warps: all of them have read the quarter."""
+    _, _, free = outbox
+    debug_barrier()
+    mbarrier.arrive(free.index(part * 2 + half), count=1)
+
+
+@gluon.jit
+def store_rows(quarter, to_ptr, shift, row, low, high, col, n, STORERS: gl.constexpr):
+    """Storing warps: those rows of a quarter, whose first is `row`, from `low` to `high` -> rows further on by `shift` of what
+    lies at to_ptr [*, n], from column `col` on."""
+    ROWS: gl.constexpr = quarter.shape[0]
+    COLS: gl.constexpr = quarter.shape[1]
+    VECTOR: gl.constexpr = 128 // to_ptr.dtype.element_ty.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // COLS, COLS // VECTOR], [STORERS, 1], [1, 0])
+    cols = col + gl.arange(0, COLS, gl.SliceLayout(0, layout))
+    for start in gl.static_range(0, ROWS, SLICE):
+        rows = row + start + gl.arange(0, SLICE, gl.SliceLayout(1, layout))
+        places = gl.expand_dims((rows + shift).to(gl.int64) * n, 1) + gl.expand_dims(cols, 0)
+        inside = gl.expand_dims((rows >= low) & (rows < high), 1) & gl.expand_dims(cols < n, 0)
+        gl.store(to_ptr + places, quarter.slice(start, SLICE).load(layout), mask=inside)

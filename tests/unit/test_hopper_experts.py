@@ -1,0 +1,313 @@
+"""The kernels of experts, run as Python on real tables and memory, all ranks of a group one after the other: every row arrives
+once where it belongs, with its number; tiles wait for all ranks' rows; each signal is sent once, after its rows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from overlap_train.kernels import hopper_dispatch_gemm as dispatch
+from overlap_train.kernels import hopper_experts as experts
+from overlap_train.kernels import hopper_gemm_combine as combine
+from overlap_train.kernels.signal_words import MAX_CHUNKS
+from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
+from tests.unit.hopper_model import ORDER, python_of
+
+BLOCKS = BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M = 128, 256, 64, 8
+K, N, STEP, WORD = (
+    5,
+    300,
+    4,
+    77,
+)  # a row is sent in two steps, and the second tile of columns has 44, and its right half none
+
+
+class Pointer:
+    """The elements of a memory at one place, or at several."""
+
+    def __init__(self, memory: torch.Tensor, at: Any = 0) -> None:
+        self.memory, self.at = memory, at
+        self.dtype = SimpleNamespace(
+            element_ty=SimpleNamespace(primitive_bitwidth=8 * memory.itemsize), of=memory.dtype
+        )
+
+    def __add__(self, places: Any) -> Pointer:
+        return Pointer(self.memory, self.at + places)
+
+    def to(self, dtype: Any) -> Pointer:
+        memory = self.memory.view(dtype.of)
+        return Pointer(memory, self.at * self.memory.itemsize // memory.itemsize)
+
+
+@dataclass
+class Pointers:
+    """Some pointers in memory, from one on."""
+
+    memory: list[Any]
+    at: Any = 0
+
+    def __add__(self, place: Any) -> Pointers:
+        return Pointers(self.memory, self.at + int(place))
+
+
+def _load(pointer: Any, mask: Any = None) -> Any:
+    if mask is None:
+        return pointer.memory[pointer.at]
+    places, mask = torch.broadcast_tensors(pointer.at, mask)
+    found = torch.zeros(places.shape, dtype=pointer.memory.dtype)
+    found[mask] = pointer.memory[places[mask]]
+    return found
+
+
+def _store(pointer: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
+    places, values, mask = torch.broadcast_tensors(pointer.at, values, mask)
+    assert (pointer.memory[places[mask]] == EMPTY).all(), "written once"
+    pointer.memory[places[mask]] = values[mask].to(pointer.memory.dtype)
+
+
+EMPTY = -1
+
+
+def _least(a: Any, b: Any) -> Any:
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def _most(a: Any, b: Any) -> Any:
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+
+GL = SimpleNamespace(
+    load=_load, store=_store, arange=lambda first, end, layout: torch.arange(first, end), minimum=_least, maximum=_most,
+    cdiv=lambda a, b: -(-a // b), expand_dims=lambda values, dim: values.unsqueeze(dim), static_range=range, int32=torch.int32,
+    int64=torch.int64, multiple_of=lambda pointer, count: pointer, program_id=lambda axis: 0, where=torch.where,
+    BlockedLayout=lambda *args: None, SliceLayout=lambda *args: None, constexpr=int,
+)  # fmt: skip
+NUMBERS = dict(
+    PAIR_WORDS=4, PEER_WORDS=16, SEGMENT_WORDS=4, SLICE=8, SENDERS=2, STORERS=2, PIECE=16, MAX_CHUNKS=MAX_CHUNKS
+)
+
+
+class Rank:
+    """One rank's slot, signals and counters, and what its warps do. rows: of the slot, at most."""
+
+    def __init__(self, tables: Tables, rows: int, features: int) -> None:
+        self.tables = tables
+        self.slot = torch.zeros(rows * 8 * (features + 1), dtype=torch.uint8)
+        self.slot[: rows * 8 * features].view(torch.int64).fill_(EMPTY)
+        self.features = features
+        self.signals: dict[int, int] = {}
+        self.waited: list[int] = []
+        self.counted: dict[int, int] = {}
+
+    def prepare(self, rows: int) -> None:
+        """Its slot gets so many rows; behind them lie their numbers."""
+        self.slot[8 * rows * self.features :][: 4 * rows].view(torch.float32).fill_(EMPTY)
+
+    def rows(self, count: int) -> torch.Tensor:
+        return self.slot[: 8 * count * self.features].view(torch.int64).view(count, self.features)
+
+    def numbers(self, count: int) -> torch.Tensor:
+        return self.slot[8 * count * self.features :][: 4 * count].view(torch.float32)
+
+
+class Warps:
+    """What the warps of one rank call. group: all ranks; rank: this one."""
+
+    def __init__(self, group: list[Rank], rank: int) -> None:
+        self.group, self.rank, self.own = group, rank, group[rank]
+        self.claimed = 0
+        self.tiles: list[tuple[int, ...]] = []
+        slots = Pointers([Pointer(peer.slot) for peer in group])
+        signals = Pointers([Words(peer.signals, rank * MAX_CHUNKS) for peer in group])
+        self.places = (Words(self.own.counted, 0), slots, signals)
+
+    def names(self, quarter: Any = None) -> dict[str, Any]:
+        names: dict[str, Any] = dict(gl=GL, tl=GL, **NUMBERS, tile_in_groups=ORDER["tile_in_groups"])
+        names |= dict(claim=self.claim, notify_peer=self.notify_peer, wait_signal=self.wait, load_tile=self.load_tile)
+        names |= dict(signal_word=ORDER["signal_word"], next_word=lambda *args: WORD, claim_tile=self.claim_tile)
+        names |= dict(next_tile=self.next_tile, take_quarter=self.take_quarter, leave_quarter=lambda *args: None)
+        for name in ("count_tiles", "tile_of_experts", "strip_at", "store_rows"):
+            names[name] = python_of(getattr(experts, name), **names)
+        return names | dict(_send_quarter=python_of(combine._send_quarter, **names))
+
+    def claim(self, counter: object) -> torch.Tensor:
+        self.claimed += 1
+        return torch.tensor(self.claimed - 1)
+
+    def claim_tile(self, rings: object, turn: int, counter: object, bound: Any) -> int:
+        return turn if turn < bound else -1
+
+    def next_tile(self, rings: object, turn: int, warps: int) -> int:
+        return turn if turn < len(self.tiles) else -1
+
+    def load_tile(
+        self, panels: object, step: int, upper_desc: object, lower_desc: object, b_desc: object, *places: Any
+    ) -> int:
+        self.tiles.append(tuple(int(place) for place in places[:4]))
+        return step
+
+    def take_quarter(self, outbox: object, turn: int, part: int, half: int) -> Any:
+        """Whose elements say from which row of a and column of b they come."""
+        upper, lower, col, _ = self.tiles[turn]
+        rows = (lower if part else upper) + torch.arange(64)
+        cols = col + half * 128 + torch.arange(128)
+        values = rows[:, None] * 100_000 + cols
+        return SimpleNamespace(
+            shape=values.shape,
+            slice=lambda start, count: SimpleNamespace(load=lambda layout: values[start : start + count]),
+        )
+
+    def wait(self, signals: object, word: int, expected: int, *rest: object) -> None:
+        assert self.own.signals[int(word)] == expected
+        self.own.waited.append(int(word))
+
+    def notify_peer(self, counter: Any, count: Any, signal: Any, word: int, amount: Any = 1) -> None:
+        counted = counter.add(int(amount))
+        assert counted <= int(count)
+        if counted == int(count):
+            signal.set(word)
+
+
+class Words:
+    """Words that are counted, or set once."""
+
+    dtype = None
+
+    def __init__(self, words: dict[int, int], at: int) -> None:
+        self.words, self.at = words, at
+
+    def __add__(self, place: Any) -> Words:
+        return Words(self.words, self.at + int(place))
+
+    def to(self, dtype: object) -> Words:
+        return self
+
+    def add(self, amount: int) -> int:
+        self.words[self.at] = self.words.get(self.at, 0) + amount
+        return self.words[self.at]
+
+    def set(self, word: int) -> None:
+        assert self.at not in self.words, "signalled once"
+        self.words[self.at] = word
+
+
+Counts = Any
+
+
+def any_counts(seed: int) -> Counts:
+    """Rows [W, W, E/W] from a rank to another's experts."""
+    pick = random.Random(seed)
+    world, here = pick.choice([1, 2, 4]), pick.choice([1, 2, 5, 9, 16])
+    counts = np.random.default_rng(seed).integers(0, pick.choice([2, 40, 200]), (world, world, here))
+    counts[np.random.default_rng(seed + 1).random(counts.shape) < pick.choice([0.0, 0.3, 0.95])] = 0
+    return counts
+
+
+def group_of(counts: Counts, features: int) -> list[Rank]:
+    tables = [expert_tables(counts, rank, lambda table: table) for rank in range(len(counts))]
+    rows = max(counts.sum((0, 2)).max(), counts.sum((1, 2)).max())
+    return [Rank(table, int(rows), features) for table in tables]
+
+
+def placed(counts: Counts, rank: int) -> list[tuple[int, int, int]]:
+    """(expert, source, row in the source's sent order) of the rows that a rank's experts get, in placed order."""
+    here, found = counts.shape[2], []
+    for expert in range(here):
+        for source in range(len(counts)):
+            first = counts[source].ravel()[: rank * here + expert].sum()
+            found += [(expert, source, int(first) + row) for row in range(counts[source, rank, expert])]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int) -> None:
+    counts = any_counts(seed)
+    group, world, here = group_of(counts, K), len(counts), counts.shape[2]
+    sent = [int(of_rank.sum()) for of_rank in counts]
+    order = [torch.randperm(count) for count in sent]  # the token of each row
+    for rank, own in enumerate(group):
+        own.prepare(int(counts[:, rank].sum()))
+    words = (0, 0, Pointer(torch.zeros(1)), 0, 0, 0, 0)
+    for rank, own in enumerate(group):
+        x = torch.arange(sent[rank])[:, None] * 10 + torch.arange(K) + 1_000_000 * rank
+        warps = Warps(group, rank)
+        python_of(dispatch._send, **warps.names())(
+            Pointer(x[torch.argsort(order[rank])].ravel()), Pointer(order[rank]), Pointer(torch.arange(sent[rank]) + 0.5),
+            *(Pointer(each.ravel()) for each in (own.tables.pieces, own.tables.peers)), _sending(warps), words, K, STEP,
+        )  # fmt: skip
+    chunks = range(chunk_count(here))
+    for rank, own in enumerate(group):
+        assert own.signals == {source * MAX_CHUNKS + chunk: WORD for source in range(world) for chunk in chunks}
+        rows = placed(counts, rank)
+        expected = torch.tensor([[1_000_000 * source + 10 * row + col for col in range(K)] for _, source, row in rows])
+        assert torch.equal(own.rows(len(rows)), expected.view(len(rows), K))
+        assert own.numbers(len(rows)).tolist() == [row + 0.5 for *_, row in rows]
+        for b_is_nk in (True, False):
+            _multiply_and_store(group, rank, words, counts, b_is_nk)
+
+
+def _sending(warps: Warps) -> tuple[Any, ...]:
+    return (None, *warps.places)
+
+
+def _multiply_and_store(group: list[Rank], rank: int, words: tuple[Any, ...], counts: Counts, b_is_nk: bool) -> None:
+    own, warps, (world, _, here) = group[rank], Warps(group, rank), counts.shape
+    own.waited.clear()
+    pairs, rows = Pointer(own.tables.pairs.ravel()), placed(counts, rank)
+    python_of(dispatch._load, **warps.names())(None, None, None, None, pairs, words, N, K, world, *BLOCKS, 4, b_is_nk)
+    chunk_of = [expert * chunk_count(here) // here for expert in range(here)]
+    multiplied = sorted({chunk_of[expert] for expert, *_ in rows})
+    assert own.waited == [source * MAX_CHUNKS + chunk for chunk in multiplied for source in range(world)]
+    y = torch.full((len(rows) * N,), EMPTY)
+    python_of(dispatch._store, **warps.names())(None, None, Pointer(y), pairs, N, BLOCK_M, BLOCK_N, GROUP_M)
+    _check_products(y.view(-1, N), [expert for expert, *_ in rows], warps, b_is_nk)
+
+
+def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: bool) -> None:
+    """Each row comes from its own row of a, and columns one by one from those of its expert's weight."""
+    assert (y != EMPTY).all()
+    expected = torch.arange(len(of_rows))[:, None] * 100_000 + torch.arange(N)
+    if b_is_nk:
+        expected += torch.tensor(of_rows, dtype=torch.int64)[:, None] * N
+    assert torch.equal(y, expected)
+    starts = {0} if b_is_nk else {expert * K for expert in of_rows}
+    assert not of_rows or {first_k for *_, first_k in warps.tiles} == starts
+    last = max(len(of_rows), 64)
+    assert all(row >= 0 and row + 64 <= last for upper, lower, *_ in warps.tiles for row in (upper, lower))
+
+
+@pytest.mark.parametrize("with_numbers", [False, True])
+@pytest.mark.parametrize("seed", range(24))
+def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: bool) -> None:
+    counts = any_counts(seed)
+    group, world = group_of(counts, N), len(counts)
+    for rank, own in enumerate(group):
+        own.prepare(int(counts[rank].sum()))
+    for rank, own in enumerate(group):
+        warps, rows = Warps(group, rank), placed(counts, rank)
+        pairs, segments, peers = (
+            Pointer(each.ravel()) for each in (own.tables.pairs, own.tables.segments, own.tables.peers)
+        )
+        python_of(combine._load, **warps.names())(None, None, None, None, pairs, None, N, K, *BLOCKS, 4, True)
+        numbers = Pointer(torch.arange(len(rows)) + 1000.0 * rank) if with_numbers else None
+        python_of(combine._send, **warps.names())(
+            None, None, Pointer(torch.zeros(1, dtype=torch.int64)), numbers, pairs, segments, peers, warps.places,
+            Pointer(torch.zeros(1)), 0, N, world, BLOCK_M, BLOCK_N, GROUP_M,
+        )  # fmt: skip
+    for rank, own in enumerate(group):
+        assert own.signals == {source * MAX_CHUNKS: WORD for source in range(world)}
+        rows = torch.full((int(counts[rank].sum()), 2), EMPTY)
+        for source in range(world):
+            for place, (expert, of_rank, row) in enumerate(placed(counts, source)):
+                if of_rank == rank:
+                    rows[row] = torch.tensor([place * 100_000 + expert * N, 1000 * source + place])
+        assert torch.equal(own.rows(len(rows)), rows[:, :1] + torch.arange(N))
+        assert not with_numbers or torch.equal(own.numbers(len(rows)), rows[:, 1].float())
