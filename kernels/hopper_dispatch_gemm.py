@@ -5,8 +5,8 @@
     y [R, N]      = rows @ (b of their expert)
 
 Two warps of each CTA take rows straight from x, by the router's map, and store them at their places. They go in pieces, chunk by
-chunk: a chunk is the rows of some experts, of all ranks; each rank signals its part of it. A tile waits for the parts of all
-ranks. The warps that send wait for nobody, and pieces are claimed: any one resident CTA sends them all (rule 4).
+chunk: a chunk is the rows of some experts, of all ranks; each rank signals its part of it. A tile waits for those whose rows it
+has. The warps that send wait for nobody, and pieces are claimed: any one resident CTA sends them all (rule 4).
 
     pieces          Q, .., .., ..; then for each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
     numbers [N]     one for each row in sent order; they lie behind the R rows of the slot
@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from .hopper_experts import (
     PAIR_WORDS,
     PEER_WORDS,
+    SEGMENT_WORDS,
     count_tiles,
     leave_quarter,
     multiply_experts,
@@ -39,27 +40,30 @@ PIECE = gl.constexpr(16)  # rows that are claimed and counted at once, at most; 
 
 
 @gluon.jit
-def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, words, n, k, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
+def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
           BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
           B_IS_NK: gl.constexpr):  # fmt: skip
-    """The loading warp: claims tiles, waits until all ranks' rows of a chunk are here, and brings rows and B through the ring."""
+    """The loading warp: claims tiles, waits until their rows are here, and brings rows and B through the ring."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     expected = next_word(gl.load(epoch_ptr), tag)
     bound = count_tiles(pairs_ptr, n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
-    here = 0  # a bit for each chunk that has been waited for: tiles that share columns are of several
+    here = gl.full([], 0, gl.int64)  # a bit for each signal that has been waited for
     step = 0
     turn = 0
     index = claim_tile(tiles, turn, counter_ptr, bound)
     while index != NO_TILE:
-        expert, first, _, chunk, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
-        if (here >> chunk) & 1 == 0:
-            for source in range(WORLD):
-                word = signal_word(source, chunk)
+        expert, first, end, chunk, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
+        end = gl.minimum(first + BLOCK_M, end)
+        for source in range(WORLD):
+            segment_ptr = segments_ptr + (expert * WORLD + source) * SEGMENT_WORDS
+            has_rows = gl.maximum(gl.load(segment_ptr), first) < gl.minimum(gl.load(segment_ptr + 1), end)
+            word = signal_word(source, chunk)
+            if has_rows & ((here >> word) & 1 == 0):
                 wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
-            fence_for_tma()
-            here |= 1 << chunk
+                fence_for_tma()
+                here |= gl.full([], 1, gl.int64) << word
         upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
         if B_IS_NK:
             step = load_tile(panels, step, rows_desc, rows_desc, b_desc, upper, lower, expert * n + tile_n * BLOCK_N, 0, k_steps,
@@ -129,7 +133,7 @@ def _send(x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, 
 
 @gluon.jit(do_not_specialize=["tag", "limit"], do_not_specialize_on_alignment=["tokens_ptr"])
 def hopper_dispatch_gemm_kernel(
-    x_ptr, tokens_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, n, k,
+    x_ptr, tokens_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, n, k,
     counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
     memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
@@ -146,8 +150,8 @@ def hopper_dispatch_gemm_kernel(
                             STAGES, B_IS_NK)),
         (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                             STAGES, B_IS_NK)),
-        (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
-                 B_IS_NK)),
+        (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K,
+                 GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
         (_send, (x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, k, STEP)),
     ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip

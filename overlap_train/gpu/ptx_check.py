@@ -72,7 +72,8 @@ PROOFS: dict[str, _Proofs] = {
     "low_latency_gather_kernel": FLAGGED,
     "low_latency_scatter_kernel": FLAGGED,
     "reduce_partials_kernel": (),  # runs after a wait kernel
-    "add_blocks_kernel": (),  # so does this
+    "add_blocks_kernel": (),  # so do these
+    "sum_of_tokens_kernel": (),
     "count_arrivals_kernel": ((ACQUIRE,),),
     "amax_kernel": (),  # these touch nothing that is shared
     "quantize_kernel": (),

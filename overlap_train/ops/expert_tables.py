@@ -7,7 +7,8 @@
 
 Rows are those in placed order, of this rank or of the one that a piece goes to. A pair is BLOCK_M rows of one expert, the last
 one of an expert fewer. A chunk is the rows of some of a rank's experts, one after the other: there are as many chunks as signals
-of a rank, or one for each expert. Pieces go chunk by chunk; a rank and chunk without rows have an empty one.
+of a rank, or one for each expert. Pieces go chunk by chunk, the own ones first, since nothing brings them sooner; then to rank+1,
+.... A rank and chunk without rows have an empty piece.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from ..select.tiles import HOPPER_TILE
 
 PIECE = 16  # rows; as in kernels/hopper_dispatch_gemm.py
 _BLOCK_M = HOPPER_TILE.block_m
+# Rows of an expert and source, in the mean, from which on pairs go in the order in which sources arrive, own rows first: they
+# fill half a group of tiles that share columns. Of shorter ones each expert's weight would be read anew for each source.
+_LONG_SEGMENT = HOPPER_TILE.group_m * _BLOCK_M // 2
 LEAST_ROWS = _BLOCK_M // HOPPER_TILE.parts  # that a strip is read from
 
 Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -43,9 +47,9 @@ def chunk_count(experts_here: int) -> int:
 def expert_tables(counts: Counts, rank: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> Tables:
     """Tables of `rank`. counts: rows [W, W, E/W] from a rank to another's experts. moved: moves them to a device, all at once."""
     here = counts.shape[2]
-    chunks: Counts = np.arange(here) * chunk_count(here) // here  # of each expert
+    chunks: Counts = np.searchsorted(_ends_of_chunks(here), np.arange(here), "right").astype(np.int64)  # of each expert
     found = [
-        _pairs(counts[:, rank].sum(0), chunks),
+        _pairs(counts[:, rank].T, rank, chunks),
         *_pieces(counts, rank, chunks),
         _segments(counts, rank),
     ]
@@ -54,12 +58,26 @@ def expert_tables(counts: Counts, rank: int, moved: Callable[[torch.Tensor], tor
     return Tables(*(part.view(each.shape) for part, each in zip(parts, found, strict=True)))
 
 
-def _pairs(totals: Counts, chunks: Counts) -> Counts:
-    """totals: rows of each expert."""
+def _ends_of_chunks(here: int) -> Counts:
+    """The expert behind each chunk's last one. Chunks grow evenly, since the first tiles wait for all of the first one."""
+    count = chunk_count(here)
+    numbers = np.arange(1, count + 1)
+    return np.maximum(numbers, -(-here * numbers * (numbers + 1) // (count * (count + 1))))
+
+
+def _pairs(by_expert: Counts, rank: int, chunks: Counts) -> Counts:
+    """by_expert: rows of each expert and source rank."""
+    totals, (_, world) = by_expert.sum(1), by_expert.shape
     starts = _before(totals)
     counts: Counts = -(-totals // _BLOCK_M)
     expert, number = _runs(counts)
-    pairs = np.stack((expert, starts[expert] + _BLOCK_M * number, (starts + totals)[expert], chunks[expert]), 1)
+    first, end, chunk = starts[expert] + _BLOCK_M * number, (starts + totals)[expert], chunks[expert]
+    pairs = np.stack((expert, first, end, chunk), 1)
+    if by_expert.size and by_expert.mean() >= _LONG_SEGMENT:
+        rows, begins = by_expert[expert], _before(by_expert)[expert]
+        has = (rows > 0) & (begins < np.minimum(first + _BLOCK_M, end)[:, None]) & (begins + rows > first[:, None])
+        turn = np.where(has, (rank - np.arange(world)) % world, 0).max(1)
+        pairs = pairs[np.lexsort((turn, chunk))]
     return np.concatenate(([[len(expert), max(int(totals.sum()), LEAST_ROWS), 0, 0]], pairs))
 
 
@@ -91,9 +109,9 @@ def _pieces(counts: Counts, rank: int, chunks: Counts) -> tuple[Counts, Counts]:
 @functools.cache
 def _order_of_pieces(world: int, here: int, rank: int) -> tuple[Counts, Counts]:
     """(the first expert of each chunk, (rank, expert) as rank x E/W + expert in the order in which they are sent)."""
-    firsts = np.flatnonzero(np.diff(np.arange(here) * chunk_count(here) // here, prepend=-1))
-    ranks: Counts = (rank + 1 + np.arange(world)) % world * here
-    ends = [*firsts[1:], here]
+    ends = _ends_of_chunks(here)
+    firsts: Counts = np.concatenate(([0], ends[:-1]))
+    ranks: Counts = (rank + np.arange(world)) % world * here
     return firsts, np.concatenate([
         (ranks[:, None] + np.arange(first, end)).ravel() for first, end in zip(firsts, ends, strict=True)
     ])  # fmt: skip

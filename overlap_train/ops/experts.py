@@ -19,7 +19,7 @@ from ..schedule.order import Topology, Transfers, sources
 from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
 from ..select.tiles import HOPPER, HOPPER_TILE, LIBRARY, tma_reads
 from .expert_tables import chunk_count
-from .launch_experts import FEATURES
+from .launch_experts import FEATURES, MOST_RANKS
 from .messages import slot_bytes
 from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, in_words
@@ -94,7 +94,7 @@ def expert_op(
     if known is None or problem is not None or asked:
         what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(x.dtype)}"
         request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
-        chunks = _chunks_of_kernels(weights)
+        chunks = _chunks_of_kernels(weights, routing.world_size)
         _agree(domain, request, problem, name, known is not None, trains)
         known = cache.plans.put(key, {
             why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why, chunks), trained["w"])
@@ -164,11 +164,11 @@ def make_expert_plan(
     return Plan(spec, config, fprop, dgrad, dgrad, None, request, dtype, rows=0)
 
 
-def _chunks_of_kernels(weights: Sequence[torch.Tensor]) -> int:
+def _chunks_of_kernels(weights: Sequence[torch.Tensor], world: int) -> int:
     """Into how many chunks the kernels for Hopper cut rows; 0: they do not serve these weights."""
     n, k = weights[0].shape
     serves = tma_reads(weights[0].device, weights[0].dtype, k, n) and not (n % FEATURES or k % FEATURES)
-    return chunk_count(len(weights)) if serves else 0
+    return chunk_count(len(weights)) if serves and world <= MOST_RANKS else 0
 
 
 def _error(

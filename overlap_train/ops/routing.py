@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .expert_tables import Tables, expert_tables
+from .launch_experts import sum_on_gpu
 
 if TYPE_CHECKING:
     from ..group.domain import OverlapDomain
@@ -119,10 +120,10 @@ class Routing:
         if capacity is not None:
             place, rank = self._in_message
             index = place + rank * capacity
-        # One kernel on GPUs, which sums in fp32; of what has 16 bits CPUs might not.
-        bags = rows if rows.is_cuda else rows.float()
+        if rows.is_cuda:
+            return sum_on_gpu(self.domain, rows, index, self._ends_of_tokens)
         bag = torch.nn.functional.embedding_bag
-        return bag(index, bags, self._ends_of_tokens, mode="sum", include_last_offset=True).to(rows.dtype)
+        return bag(index, rows.float(), self._ends_of_tokens, mode="sum", include_last_offset=True).to(rows.dtype)
 
 
 def _before(counts: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from overlap_train.kernels import hopper_dispatch_gemm as dispatch
 from overlap_train.kernels import hopper_experts as experts
 from overlap_train.kernels import hopper_gemm_combine as combine
 from overlap_train.kernels.signal_words import MAX_CHUNKS
+from overlap_train.ops import expert_tables as expert_tables_module
 from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
 from tests.unit.hopper_model import ORDER, python_of
 
@@ -86,9 +87,10 @@ def _most(a: Any, b: Any) -> Any:
 
 GL = SimpleNamespace(
     load=_load, store=_store, arange=lambda first, end, layout: torch.arange(first, end), minimum=_least, maximum=_most,
-    cdiv=lambda a, b: -(-a // b), expand_dims=lambda values, dim: values.unsqueeze(dim), static_range=range, int32=torch.int32,
-    int64=torch.int64, multiple_of=lambda pointer, count: pointer, program_id=lambda axis: 0, where=torch.where,
-    BlockedLayout=lambda *args: None, SliceLayout=lambda *args: None, constexpr=int,
+    full=lambda shape, value, dtype: torch.tensor(value, dtype=dtype), expand_dims=lambda values, dim: values.unsqueeze(dim),
+    cdiv=lambda a, b: -(-a // b), static_range=range, program_id=lambda axis: 0, where=torch.where, int32=torch.int32,
+    int64=torch.int64, multiple_of=lambda pointer, count: pointer, BlockedLayout=lambda *args: None,
+    SliceLayout=lambda *args: None, constexpr=int,
 )  # fmt: skip
 NUMBERS = dict(
     PAIR_WORDS=4, PEER_WORDS=16, SEGMENT_WORDS=4, SLICE=8, SENDERS=2, STORERS=2, PIECE=16, MAX_CHUNKS=MAX_CHUNKS
@@ -125,6 +127,7 @@ class Warps:
         self.group, self.rank, self.own = group, rank, group[rank]
         self.claimed = 0
         self.tiles: list[tuple[int, ...]] = []
+        self.known: list[set[int]] = []  # by tile the signals that have been waited for
         slots = Pointers([Pointer(peer.slot) for peer in group])
         signals = Pointers([Words(peer.signals, rank * MAX_CHUNKS) for peer in group])
         self.places = (Words(self.own.counted, 0), slots, signals)
@@ -152,6 +155,7 @@ class Warps:
         self, panels: object, step: int, upper_desc: object, lower_desc: object, b_desc: object, *places: Any
     ) -> int:
         self.tiles.append(tuple(int(place) for place in places[:4]))
+        self.known.append(set(self.own.waited))
         return step
 
     def take_quarter(self, outbox: object, turn: int, part: int, half: int) -> Any:
@@ -259,16 +263,28 @@ def _sending(warps: Warps) -> tuple[Any, ...]:
 
 
 def _multiply_and_store(group: list[Rank], rank: int, words: tuple[Any, ...], counts: Counts, b_is_nk: bool) -> None:
-    own, warps, (world, _, here) = group[rank], Warps(group, rank), counts.shape
+    own, warps, world = group[rank], Warps(group, rank), len(counts)
     own.waited.clear()
     pairs, rows = Pointer(own.tables.pairs.ravel()), placed(counts, rank)
-    python_of(dispatch._load, **warps.names())(None, None, None, None, pairs, words, N, K, world, *BLOCKS, 4, b_is_nk)
-    chunk_of = [expert * chunk_count(here) // here for expert in range(here)]
-    multiplied = sorted({chunk_of[expert] for expert, *_ in rows})
-    assert own.waited == [source * MAX_CHUNKS + chunk for chunk in multiplied for source in range(world)]
+    segments = Pointer(own.tables.segments.ravel())
+    python_of(dispatch._load, **warps.names())(
+        None, None, None, None, pairs, segments, words, N, K, world, *BLOCKS, 4, b_is_nk
+    )
+    assert len(set(own.waited)) == len(own.waited), "each signal once"
+    needed: set[int] = set()
+    for tile, (_, first, end, chunk) in enumerate(_tiles(own.tables)):
+        needed |= {source * MAX_CHUNKS + chunk for _, source, _ in rows[first : min(first + BLOCK_M, end)]}
+        assert warps.known[tile] == needed, "for its own rows, and no others"
     y = torch.full((len(rows) * N,), EMPTY)
     python_of(dispatch._store, **warps.names())(None, None, Pointer(y), pairs, N, BLOCK_M, BLOCK_N, GROUP_M)
     _check_products(y.view(-1, N), [expert for expert, *_ in rows], warps, b_is_nk)
+
+
+def _tiles(tables: Tables) -> list[list[int]]:
+    """The pair of each tile, in the order in which they are multiplied: two columns of tiles."""
+    pairs = tables.pairs[1:].tolist()
+    order = (ORDER["tile_in_groups"](index, len(pairs), 2, GROUP_M)[0] for index in range(2 * len(pairs)))
+    return [pairs[pair] for pair in order]
 
 
 def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: bool) -> None:
@@ -282,6 +298,33 @@ def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: 
     assert not of_rows or {first_k for *_, first_k in warps.tiles} == starts
     last = max(len(of_rows), 64)
     assert all(row >= 0 and row + 64 <= last for upper, lower, *_ in warps.tiles for row in (upper, lower))
+
+
+def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() -> None:
+    """Own rows first, then those of rank-1, ...; of many experts each has all its rows together, whoever they come from."""
+    few, many = np.full((4, 4, 2), 1000), np.full((4, 4, 32), 250)
+    pairs, segments = (each.tolist() for each in expert_tables(few, 1, lambda table: table)[::3])
+    turns = [
+        (
+            chunk,
+            max(
+                (1 - s) % 4
+                for s, (begin, last, *_) in enumerate(segments[expert])
+                if begin < first + 128 and first < last
+            ),
+        )
+        for expert, first, _, chunk in pairs[1:]
+    ]
+    assert turns == sorted(turns) and turns[0] == (0, 0)
+    pairs = expert_tables(many, 1, lambda table: table).pairs[1:]
+    assert pairs[:, 1].tolist() == sorted(pairs[:, 1].tolist())
+
+
+def test_chunks_grow() -> None:
+    """The first tiles wait for one expert's rows of 32. There are as many chunks as signals, and none is empty."""
+    for here, sizes in ((32, [1, 2, 3, 3, 5, 5, 6, 7]), (9, [1, 1, 1, 1, 1, 1, 1, 2]), (8, [1] * 8), (2, [1, 1])):
+        ends = expert_tables_module._ends_of_chunks(here)
+        assert np.diff(ends, prepend=0).tolist() == sizes
 
 
 @pytest.mark.parametrize("with_numbers", [False, True])
