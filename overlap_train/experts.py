@@ -22,6 +22,7 @@ from .group.registry import domain_of
 from .linear import applied, once_differentiable, run_eagerly
 from .ops.experts import expert_op, routing_op
 from .ops.grouped import GroupedProduct
+from .ops.grouped_wgrad import add_grouped
 from .ops.plan_cache import OnPlan
 from .ops.planned import PlannedOp
 from .ops.routing import Routing
@@ -200,16 +201,19 @@ class _LinearCombine(torch.autograd.Function):
 
 def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor | None) -> list[torch.Tensor | None]:
     """dy.T @ x of each expert's rows, both in placed order; None where it is not wanted, or in main_grad."""
-    places, dws = ctx.routing.all_places, []
+    if x is None:
+        return [None] * len(ctx.weights)
+    places, wanted = ctx.routing.all_places, ctx.needs_input_grad[1:]
+    gradients = [
+        WeightGradient(weight, op.plan.config.main_grad, ctx=ctx, number=number) if wanted[number - 1] else None
+        for number, weight in enumerate(ctx.weights, 1)
+    ]
     with profiled(op.tags.ranges[2]):
-        for number, (weight, first, count) in enumerate(zip(ctx.weights, places.starts, places.counts, strict=True), 1):
-            dw = None
-            if ctx.needs_input_grad[number] and x is not None:
-                gradient = WeightGradient(weight, op.plan.config.main_grad, ctx=ctx, number=number)
-                gradient.add(dy[first : first + count], x[first : first + count])
-                dw = gradient.result()
-            dws.append(dw)
-    return dws
+        if not add_grouped(op.domain, gradients, dy, x, places):
+            for gradient, first, count in zip(gradients, places.starts, places.counts, strict=True):
+                if gradient is not None:
+                    gradient.add(dy[first : first + count], x[first : first + count])
+    return [None if gradient is None else gradient.result() for gradient in gradients]
 
 
 _apply_dispatch, _apply_combine = applied(_DispatchLinear), applied(_LinearCombine)

@@ -3,8 +3,10 @@ a dense reference in fp64 of all ranks. Inputs are small integers, mostly zero: 
 
 from __future__ import annotations
 
+import ctypes
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -132,6 +134,21 @@ def check_problem(case: Case, problem: Experts, seed: int) -> str:
         wrong = tensor.detach().double().cpu() != expected[name]
         assert not wrong.any(), f"{problem}, seed {seed}, rank {rank}: {name} differs in {int(wrong.sum())} elements"
     return ran[0]
+
+
+def grouped_gradients(
+    dy: torch.Tensor, x: torch.Tensor, dws: torch.Tensor | None, words: torch.Tensor, ends: torch.Tensor
+) -> None:
+    """What the kernel of weight gradients does, in the host's memory: it fills dws, or adds at the addresses in words."""
+    counters, addresses = words.split([2, len(words) - 2])
+    assert not counters.any()
+    for number, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        dw = dy[start:end].float().t() @ x[start:end].float()
+        if dws is None:
+            memory = (ctypes.c_float * dw.numel()).from_address(int(addresses[number]))
+            torch.frombuffer(memory, dtype=torch.float32).view(dw.shape).add_(dw)
+        else:
+            dws[number] = dw
 
 
 def sum_in_order(case: Case) -> None:

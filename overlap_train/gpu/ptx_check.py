@@ -80,6 +80,7 @@ PROOFS: dict[str, _Proofs] = {
     "quantize_pieces_kernel": (),
     "quantize_squares_kernel": (),
     "transpose_kernel": (),
+    "hopper_grouped_wgrad_kernel": (),
 }
 # And where a switch of the kernel is on: DIRECT, it stores at the peers and signals them; REDUCE, its last tiles wait for theirs.
 PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..cache import BoundedCache
 from ..config import OverlapConfig
 from ..gpu.driver import CudaDriver
 from ..gpu.launch import LaunchCache, Launcher
@@ -166,6 +167,11 @@ class OverlapDomain:
     def launches(self) -> LaunchCache:
         """Of kernels that touch nothing that is shared."""
         return LaunchCache(self.launcher, 0)
+
+    @cached_property
+    def main_grads(self) -> BoundedCache[tuple[int, ...], torch.Tensor]:
+        """Where main_grad of each expert lies, by these addresses; on the device (ops/grouped_wgrad.py)."""
+        return BoundedCache()
 
     @cached_property
     def nodes(self) -> Nodes:

@@ -224,7 +224,7 @@ def _gather_launch(
     if plan.kernels == HOPPER:
         arguments |= dict(
             own_desc=_panel(block), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
-            y_desc=_stored(y, blocks * call.chunks),
+            y_desc=stored(y, blocks * call.chunks),
         ) | {f"{received}_desc": _panel(call.blocks.flatten(0, 1))}  # fmt: skip
         constants = _hopper_constants(b_kn, STAGES) | {"STEP": STEP // own.itemsize}
         # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
@@ -264,7 +264,7 @@ def _scatter_launch(
     if plan.kernels == HOPPER:
         arguments |= dict(
             a_desc=_panel(a_mk), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
-            y_desc=_stored(y, call.chunks), received_desc=descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
+            y_desc=stored(y, call.chunks), received_desc=descriptor(call.blocks.flatten(0, 1), PART_M, HALF_N),
         )  # fmt: skip
         arguments |= _places(domain, call, staging, arguments["y_desc"])
         run = units_in_run(plan.kind, domain.world_size, call.chunks, direct, adds)
@@ -300,9 +300,9 @@ def _kernel(plan: EnginePlan) -> Any:
 def _places(domain: OverlapDomain, call: Call, staging: torch.Tensor | None, unused: Any) -> dict[str, Any]:
     """The descriptors of where the kernel stores the peers' blocks: in `staging`, or at each peer."""
     if staging is not None:
-        places = [_stored(staging.flatten(0, 1), domain.world_size * call.chunks)]
+        places = [stored(staging.flatten(0, 1), domain.world_size * call.chunks)]
     else:
-        places = [_stored(call.remote_block(peer), call.chunks) for peer in call.peers] or [unused]
+        places = [stored(call.remote_block(peer), call.chunks) for peer in call.peers] or [unused]
     places += places[:1] * (MOST_DIRECT_PEERS - len(places))  # every parameter wants a value
     return {f"to{step}_desc": place for step, place in enumerate(places, start=1)}
 
@@ -331,7 +331,7 @@ def _operand(b_kn: torch.Tensor, cols: int) -> Any:
     return descriptor(b_kn.t(), cols, depth) if b_kn.stride(0) == 1 else descriptor(b_kn, depth, cols)
 
 
-def _stored(matrix: torch.Tensor, chunks: int) -> Any:
+def stored(matrix: torch.Tensor, chunks: int) -> Any:
     """The descriptor of a matrix [*, N] of `chunks` chunks of rows that is stored: TMA leaves out what lies beyond a chunk."""
     return descriptor(matrix.unflatten(0, (chunks, -1)), 1, PART_M, HALF_N)
 
@@ -339,11 +339,11 @@ def _stored(matrix: torch.Tensor, chunks: int) -> Any:
 def descriptor(tensor: torch.Tensor, *block: int) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(tensor, list(block), _shared_layout(block, tensor.dtype))
+    return TensorDescriptor.from_tensor(tensor, list(block), shared_layout(block, tensor.dtype))
 
 
 @functools.cache
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float8e4nv, float16
 
     kinds = {torch.bfloat16: bfloat16, torch.float16: float16}  # a layout knows how many bits a number has

@@ -56,6 +56,15 @@ class WeightGradient:
             store = None
         return cls(weight, ctx.linear.plan.config.main_grad, ctx=ctx, store=store)
 
+    @property
+    def target(self) -> torch.Tensor | None:
+        """main_grad, which the gradient is added to; None: it is returned."""
+        return self._target
+
+    def take(self, dw: torch.Tensor | None) -> None:
+        """Have dw as the gradient, all of it; None: a kernel adds it to target."""
+        self._dw = dw
+
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
         if self._store is None:

@@ -11,6 +11,9 @@ import torch
 
 from overlap_train import dispatch_linear, expert_routing, linear_combine
 from overlap_train.group.registry import domain_of
+from overlap_train.ops.grouped_wgrad import add_grouped
+from overlap_train.ops.routing import Places
+from overlap_train.ops.wgrad import WeightGradient
 from tests.expert_cases import NAMED, Experts, any_problem, check_problem, sum_in_order
 from tests.linear_cases import Case
 
@@ -67,6 +70,42 @@ def test_random_problems(case: Case) -> None:
         check(case, any_problem(seed, case.world), seed)
 
 
+RAGGED = (64, 0, 1, 130, 63, 0, 65, 128, 300, 17)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("shape", [(1536, 2048), (384, 512), (264, 136), (8, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_of_many_experts_are_one_kernel(
+    case: Case, dtype: torch.dtype, shape: tuple[int, int], adds: bool
+) -> None:
+    """Rows of one expert, and those beyond the last one's, are no numbers: they reach no other gradient."""
+    domain, poisoned = domain_of(case.group, case.config, case.device), 3
+    ends = torch.tensor(RAGGED).cumsum(0)
+    spans = list(zip((ends - torch.tensor(RAGGED)).tolist(), ends.tolist(), strict=True))
+    dy, x = (
+        case.integers(sum(RAGGED) + 64, features, seed=seed).to(case.device, dtype)
+        for seed, features in enumerate(shape, 1)
+    )
+    expected = [dy[start:end].double().t() @ x[start:end].double() for start, end in spans]
+    for matrix in (dy, x):
+        matrix[slice(*spans[poisoned])], matrix[sum(RAGGED) :] = torch.nan, torch.inf
+    places = Places([start for start, _ in spans], [*RAGGED], None, ends.int().to(case.device))
+    weights = [torch.empty(shape, device=case.device, dtype=dtype) for _ in RAGGED]
+    for weight in weights * adds:
+        weight.main_grad = torch.full(shape, 0.5, device=case.device)  # type: ignore[attr-defined]
+    for call in (1, 2):
+        gradients = [WeightGradient(weight, "accumulate") for weight in weights]
+        served = add_grouped(domain, gradients, dy[: sum(RAGGED)], x[: sum(RAGGED)], places)
+        assert served is (torch.cuda.get_device_capability(case.device)[0] == 9)
+        for number, gradient in enumerate(gradients * served):
+            dw, of_expert = gradient.result(), expected[number]
+            found = weights[number].main_grad if dw is None else dw  # type: ignore[attr-defined]
+            right = 0.5 + call * of_expert if adds else of_expert.to(dtype)
+            right = torch.full_like(right, torch.nan) if number == poisoned else right
+            assert torch.equal(found.double().nan_to_num(7e7), right.double().nan_to_num(7e7)), number
+
+
 def test_late_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy of one rank starts late, so that waits have to hold."""
     if case.config.method != "chunked":
@@ -119,9 +158,10 @@ def test_every_run_gives_the_same_bits(case: Case) -> None:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
-def test_two_micro_batches_in_flight(case: Case) -> None:
-    """Forward of both, then backward in either order; weights' gradients go into fp32 main_grad."""
-    world, here = case.world, 4
+@pytest.mark.parametrize("here", [4, 8])
+def test_two_micro_batches_in_flight(case: Case, here: int) -> None:
+    """Forward of both, then backward in either order; weights' gradients go into fp32 main_grad, of eight by one kernel."""
+    world = case.world
     w = [torch.ones(8, 16, device=case.device, dtype=case.dtype, requires_grad=True) for _ in range(here)]
     for weight in w:
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(8, 16, device=case.device), False  # type: ignore[attr-defined]

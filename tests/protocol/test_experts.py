@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap_train import OverlapConfig, OverlapTimeoutError, dispatch_linear, expert_routing, linear_combine, shutdown
+from overlap_train.gpu.launch import LaunchCache
 from overlap_train.group.registry import tell_peers
+from overlap_train.ops import grouped_wgrad
 from overlap_train.ops.experts import NO_MEMORY, OVERFLOW
 from overlap_train.ops.plan import Planner
-from tests.expert_cases import NAMED, Experts, any_problem, check_problem, sum_in_order
+from tests.expert_cases import NAMED, Experts, any_problem, check_problem, grouped_gradients, sum_in_order
 from tests.linear_cases import Case
 from tests.processes import run_ranks, values
 
@@ -226,6 +228,40 @@ def _main_grads(rank: int, world: int) -> None:
 
 def test_gradients_of_weights_go_into_main_grad() -> None:
     values(run_ranks(2, _main_grads))
+
+
+def _many(rank: int, world: int) -> list[str]:
+    """Eight experts a rank on what is said to be Hopper, whose kernel torch stands for."""
+    launched, run, case = list[str](), LaunchCache.run, _case(dtype=torch.bfloat16)
+
+    def stand_in(self: LaunchCache, key: Any, values: Any, describe: Any, *told: Any) -> None:
+        if key[0] == "grouped wgrad":
+            launched.append("returned" if told[2] is not None else "added")
+            grouped_gradients(*told)
+        else:
+            run(self, key, values, describe, *told)
+
+    with (
+        mock.patch.object(LaunchCache, "run", stand_in),
+        mock.patch.object(grouped_wgrad, "tma_reads", return_value=True),
+    ):
+        check_problem(case, Experts(8 * world, 2, (9,) * world, dropped=0.5), seed=6)
+        w = [torch.ones(8, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(8)]
+        for weight in w:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.ones(8, 16), False  # type: ignore[attr-defined]
+        for _ in range(2):
+            routing = expert_routing(_in_turn(20, 8 * world), group=case.group, config=case.config)
+            y, _ = dispatch_linear(torch.ones(20, 16, dtype=torch.bfloat16), w, routing, config=case.config)
+            y.backward(torch.ones_like(y))
+    for weight, count in zip(w, routing.all_places.counts, strict=True):
+        assert (weight.main_grad == 1 + 2 * count).all() and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    shutdown()
+    return launched
+
+
+def test_weight_gradients_of_many_experts_are_one_launch() -> None:
+    """Of both operators, returned; then of one, added in two micro-batches."""
+    assert values(run_ranks(2, _many)) == [["returned"] * 2 + ["added"] * 2] * 2
 
 
 class _Copies(TorchDispatchMode):

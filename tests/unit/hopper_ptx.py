@@ -152,6 +152,32 @@ def compiled_kernel(
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
 
 
+def compiled_wgrad(adds: bool, dtype: str, divisible: bool) -> Any:
+    """What Triton's compiler returns of the kernel of weight gradients of experts. divisible: features are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from overlap_train.kernels.hopper_grouped_wgrad import hopper_grouped_wgrad_kernel as kernel
+    from overlap_train.ops.launch import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, LAUNCH, PART_M, STAGES
+
+    constants: dict[str, Any] = dict(
+        ADDS=adds, BLOCK_N=BLOCK_M, BLOCK_K=BLOCK_N, ROWS=BLOCK_K, GROUP_N=8, STAGES=STAGES, num_warps=LAUNCH["num_warps"]
+    ) | ({"dw_desc": None} if adds else {})  # fmt: skip
+    dy, x = (_descriptor(1, 1, BLOCK_K, cols, dtype=dtype) for cols in (PART_M, BLOCK_N))
+    types = dict(
+        dy_desc=dy, x_desc=x, dw_desc=_descriptor(1, PART_M, HALF_N, dtype=dtype), words_ptr="*i64", ends_ptr="*i32"
+    )
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    whole = ("words_ptr", "ends_ptr", *(("n", "k") if divisible else ()))
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    source = GluonASTSource(kernel, signature, values, aligned)
+    with _without_assembler():
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
+
+
 def _descriptor(*block: int, dtype: str = "bf16") -> str:
     from triton.experimental.gluon import language as gl
 
