@@ -11,7 +11,8 @@ Destinations are computed in the order rank+1, rank+2, ..., rank. A counter per 
 its rows are complete. Or (DIRECT) tiles are stored at the peer, and whoever counts the last tile of a chunk sends the signal. The
 own rows come last: their epilogue is the reduction. The own partial is the first term because it is in the accumulator already: a
 second [BLOCK_M, BLOCK_N] accumulator spilled 1,064 bytes a thread. Without REDUCE nobody waits here: y is the own partial, to
-which reduce_partials_kernel adds the others.
+which reduce_partials_kernel adds the others. With SHARES own tiles are counted as well, each as OWN_TILE: the copy engine sends
+sums to all peers, chunk by chunk.
 
 With EXCHANGE (GEMM + AllToAll) a destination picks columns of b, not rows of a, and there is nothing to add:
 
@@ -28,6 +29,8 @@ from .order import scatter_tile
 from .signal import claim, finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
 from .tiles import plus_bias, tile_in_block, tile_offsets, tile_product
 
+OWN_TILE = tl.constexpr(2)  # as Hopper's kernel counts, which cuts own tiles into halves
+
 
 @triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])
 def gemm_reduce_scatter_kernel(
@@ -36,7 +39,7 @@ def gemm_reduce_scatter_kernel(
     rank, counter_ptr, complete_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, left_ptr,
     memory_at_ptr, outgoing_at_ptr,
     WORLD: tl.constexpr, LOCAL: tl.constexpr, CHUNKS: tl.constexpr, DIRECT: tl.constexpr, REDUCE: tl.constexpr,
-    EXCHANGE: tl.constexpr,
+    EXCHANGE: tl.constexpr, SHARES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr,
     TIMED: tl.constexpr,
 ):  # fmt: skip
@@ -76,6 +79,8 @@ def gemm_reduce_scatter_kernel(
                     acc += tl.where(arrived, part.to(tl.float32), float("nan"))
             acc = plus_bias(acc, bias_ptr, cols, n)
             tl.store(y_ptr + offsets, acc.to(y_ptr.dtype.element_ty), mask=mask)
+            if SHARES:
+                notify_copy_engine(complete_ptr + signal_word(rank, chunk), OWN_TILE)
         index = claim(counter_ptr).to(tl.int32)
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

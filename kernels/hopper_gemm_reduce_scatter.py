@@ -141,8 +141,10 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
 @gluon.jit
 def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes,
            WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
-           BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BUFFERS: gl.constexpr):  # fmt: skip
-    """The storing warp: takes quarters out of the outbox, stores them where they belong, and counts a peer's strips."""
+           BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, BUFFERS: gl.constexpr,
+           SHARES: gl.constexpr):  # fmt: skip
+    """The storing warp: takes quarters out of the outbox, stores them where they belong, and counts a peer's strips. SHARES: and
+    the halves of own strips, which may be cut."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     m_shard, n, _ = sizes
     strips, tiles_n, _, halved = cut_of_scatter(
@@ -160,13 +162,16 @@ def _store(tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_p
         col, halves = columns_of(tile_n, side, BLOCK_N)
         _store_strip(outbox, turn, places, y_desc, rank, upper_target, upper_chunk, upper_strip * ROWS, col, halves,
                      0, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
-        if crosses and upper_target != rank:
-            _count(complete_ptr, outgoing_at_ptr, upper_target, upper_chunk, 1, strips * tiles_n, expected, DIRECT)
+        weight = 1
+        if SHARES:
+            weight = gl.where(target == rank, halves, 1)  # the upper strip is own, too, since own tiles add
+        if crosses and (SHARES or upper_target != rank):
+            _count(complete_ptr, outgoing_at_ptr, upper_target, upper_chunk, weight, strips * tiles_n, expected, DIRECT)
         _store_strip(outbox, turn, places, y_desc, rank, target, chunk, strip * ROWS, col, halves,
                      1, WORLD, CHUNKS, DIRECT, BUFFERS)  # fmt: skip
-        if target != rank:
+        if SHARES or target != rank:
             stored = gl.where(crosses | (strip == strips), 1, 2)  # number `strips` lies beyond the run
-            _count(complete_ptr, outgoing_at_ptr, target, chunk, stored, strips * tiles_n, expected, DIRECT)
+            _count(complete_ptr, outgoing_at_ptr, target, chunk, stored * weight, strips * tiles_n, expected, DIRECT)
         turn += 1
         index = next_tile(tiles, turn, 1)
 
@@ -204,9 +209,9 @@ def hopper_gemm_reduce_scatter_kernel(
     to7_desc, m_shard, n, k,
     rank, counter_ptr, complete_ptr, left_ptr, outgoing_at_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, RUN: gl.constexpr, DIRECT: gl.constexpr,
-    REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
-    a_scale_ptr=None, b_scale_ptr=None, SCALING: gl.constexpr = UNSCALED,
+    REDUCE: gl.constexpr, EXCHANGE: gl.constexpr, SHARES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr, B_IS_NK: gl.constexpr,
+    num_warps: gl.constexpr, a_scale_ptr=None, b_scale_ptr=None, SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """a [M, K] times b, [N, K] or [K, N] by B_IS_NK; M/W divisible by CHUNKS, rows 16-byte aligned.
 
@@ -215,6 +220,7 @@ def hopper_gemm_reduce_scatter_kernel(
     RUN: how many chunks, in their order, the strips of tiles run through before they begin anew (units_in_run).
     EXCHANGE: a is [M/W, K], a destination picks columns of b, and where N stands it is N/W (gemm_reduce_scatter.py).
     REDUCE: the own tiles wait for the peers' partials and add them, and bias [N], or None; else y is the own partial.
+    SHARES: with REDUCE, own strips are counted as well: the copy engine sends sums on.
     BUFFERS: of the outbox for each half of a tile (make_outbox); two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N], in W x CHUNKS chunks; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks
     rank+1, rank+2, ...
@@ -237,7 +243,7 @@ def hopper_gemm_reduce_scatter_kernel(
         (_load, (panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr, words, sizes, WORLD, LOCAL, CHUNKS,
                  RUN, DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, LOCAL,
-                  CHUNKS, RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS)),
+                  CHUNKS, RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS, SHARES)),
     ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -67,8 +67,8 @@ class CopyEngine:
     def push(self, source: torch.Tensor, routes: list[Route]) -> None:
         """Enqueue pushes of what the caller's stream has written into `source` so far, and return."""
 
-    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
-        """Launch a kernel that writes `source` and counts what the pushes wait for (`Route.after`), and enqueue them."""
+    def launch(self, kernel: Callable[[], None], *pushes: tuple[torch.Tensor, list[Route]]) -> None:
+        """Launch a kernel that writes the sources and counts what their pushes wait for (`Route.after`), and enqueue these."""
 
     def pull(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Enqueue copies of what lies at peers, once the caller's stream has come here. `join` waits for them, too."""
@@ -136,12 +136,13 @@ class StreamCopyEngine(CopyEngine):
             failed = copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream) or failed
         self._driver.check(failed)
 
-    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
+    def launch(self, kernel: Callable[[], None], *pushes: tuple[torch.Tensor, list[Route]]) -> None:
         self._fork()
         # No host call between launch and enqueue may synchronise: every rank's kernel waits for pushes that its peers have not
         # enqueued yet.
         kernel()  # first: what waits on the device is enqueued after what it waits for (rule 4)
-        self._enqueue(source, routes)
+        for source, routes in pushes:
+            self._enqueue(source, routes)
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:
         # The driver copies within a GPU by a kernel. Beside a product that fills every SM it runs in the last wave of tiles.
@@ -251,8 +252,12 @@ class HostCopyEngine(CopyEngine):
         for copy in copies:
             self._queue.put(copy)
 
-    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Route]) -> None:
-        self.push(source, routes)  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
+    def launch(self, kernel: Callable[[], None], *pushes: tuple[torch.Tensor, list[Route]]) -> None:
+        for (
+            source,
+            routes,
+        ) in pushes:  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
+            self.push(source, routes)
         kernel()
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -158,7 +158,7 @@ class Call:
         self._shape, self._dtype, self._block_size = shape, dtype, shape.numel()
         self.peers = targets(Topology(1, self.world_size, self.rank))
         self._launcher, pieces = waits.launcher, self.world_size * chunks
-        self._routes: BoundedCache[tuple[Transfers, int, int], list[Route]] = BoundedCache()
+        self._routes: BoundedCache[Hashable, list[Route]] = BoundedCache()
         # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
         self._routes.most = Calls.most + _PLANS_OF_A_CALL * pieces
         self._whole = dict[int, tuple[torch.Tensor, Route]]()  # by peer
@@ -220,6 +220,20 @@ class Call:
         after = (self.slot.counters.complete[word : word + 1], tiles) if transfer.after_tiles else None
         signal = self.slot.outgoing[transfer.target][transfer.chunk : transfer.chunk + 1]
         return Route(first, chunk, signal, self.slot.epoch, after)
+
+    def routes_of_sums(self, scatter: Call, count: int) -> list[Route]:
+        """The copy engine's ways of this rank's block to the peers, chunk by chunk, each when `scatter` has counted so much
+        of the own one."""
+        return self._routes.get(key := (scatter.slot, count)) or self._routes.put(
+            key, [
+                self._route_of_sums(peer, chunk, scatter.slot.counters.complete[self.rank * MAX_CHUNKS + chunk :][:1], count)
+                for chunk in range(self.chunks) for peer in self.peers
+            ],
+        )  # fmt: skip
+
+    def _route_of_sums(self, peer: int, chunk: int, counter: torch.Tensor, count: int) -> Route:
+        target, signal = self.remote_block(peer).chunk(self.chunks)[chunk], self.slot.outgoing[peer][chunk : chunk + 1]
+        return Route(chunk * target.numel(), target, signal, self.slot.epoch, (counter, count))
 
     def route(self, target: int, count: int) -> Route:
         """The copy engine's way of a source of `count` elements to the start of this rank's block at a peer: of calls whose

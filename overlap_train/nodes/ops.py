@@ -225,7 +225,7 @@ class _SendsResult:
         # the caller's stream has no product.
         engine.send_after_this()
         blocks = self._blocks
-        engine.launch(lambda: launch.multiply_and_send(domain, call, plan, a_mk, b_kn, blocks, y), blocks, [])
+        engine.launch(lambda: launch.multiply_and_send(domain, call, plan, a_mk, b_kn, blocks, y))
         tiles = launch.tiles_of_chunk(plan, y)
         for _, transfers in plan.transfers.by_block:
             for transfer in transfers.network:

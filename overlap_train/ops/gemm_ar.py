@@ -2,9 +2,9 @@
 
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
-In a forward pass nothing is in between. There the rows go in two halves where the estimate says that it pays, in one operator:
-sums of the first travel under the product of the second. Few rows take one shot: each rank sends its partial sums to all, as
-flagged words, and adds what it has got in a fixed order. Either way the ranks have the same bits, on every run.
+In a forward pass nothing is in between. There `fused` sends each chunk of sums on as soon as it is stored, under the product of
+the next one. Few rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in a
+fixed order. Either way the ranks have the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from . import collective as collectives
-from . import low_latency
+from . import launch, low_latency
 from .planned import PlannedOp
 
 
@@ -44,11 +44,11 @@ def all_reduced(
             partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
             total = partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32)
             return (total if bias is None else total.add_(bias)).to(partial.dtype)
-    if plan.halves and not in_backward:
-        return _in_halves(op, a_mk, b_kn, bias)
     missing = -rows % domain.world_size
+    a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
+    if plan.fprop.shares:
+        return _shared(op, a_mk, b_kn, bias).resize_(rows, b_kn.shape[1])
     with scope:
-        a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
         y_shard_m = plan.fprop.start(domain, tag, a_mk, b_kn, bias).finish()
     assert plan.gather is not None
     with op.gather:
@@ -59,19 +59,20 @@ def all_reduced(
     return y.resize_(rows, y.shape[1]) if missing else y
 
 
-def _in_halves(op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y, in one operator of four calls. Its last takes the slot of its first: peers have read that when they send their third."""
+def _shared(op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """y, in one operator of two calls. The first one's slot is free again after it: peers have read that when their sums are
+    here."""
     domain, plan, tags = op.domain, op.plan, op.tags
-    assert plan.gather is not None
+    engine, world = plan.fprop, domain.world_size
     y = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1])
-    (a_first, a_second), (y_first, y_second) = a_mk.chunk(2), y.chunk(2)
+    blocks, staging = y.view(world, -1, y.shape[1]), torch.empty_like(y)
+    own = blocks[domain.rank]
     with op.forward:
-        sums_first = plan.fprop.start(domain, tags.fprop, a_first, b_kn, bias).finish()
+        scatter = domain.workspace.open(own.shape, y.dtype, tags.fprop, engine.chunks)
         domain.workspace.receive_first()
-        gather = plan.gather.start(domain, tags.wgrad, sums_first)
-        scatter = plan.fprop.start(domain, tags.fprop, a_second, b_kn, bias)
-        y_first.copy_(gather.gathered_view())
-        sums_second = scatter.finish()
-        domain.workspace.receive_first()
-        y_second.copy_(plan.gather.start(domain, tags.wgrad, sums_second).gathered_view())
+        gather = domain.workspace.open(own.shape, y.dtype, tags.wgrad, engine.chunks)
+        launch.multiply_and_push(domain, scatter, engine, a_mk, b_kn, staging.view_as(blocks), own, bias, gather)
+        for source in engine.sources:
+            gather.wait(source)
+            blocks[source].copy_(gather.blocks[source])
     return y

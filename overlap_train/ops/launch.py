@@ -33,6 +33,7 @@ STEP = 2048
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
 LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
+OWN_TILE = 2  # what a kernel counts of an own tile where its sums are sent on; its halves may be stored apart
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000
@@ -140,12 +141,17 @@ def multiply_and_send(
 
 def multiply_and_push(
     domain: OverlapDomain, call: Call, plan: EnginePlan, a_mk: torch.Tensor, b: Right, staging: torch.Tensor, y: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, gather: Call | None = None,
 ) -> None:  # fmt: skip
-    """multiply_and_send into `staging`, whose chunks the copy engine pushes as soon as their tiles are counted."""
-    routes = call.routes(plan.transfers, tiles=tiles_of_chunk(plan, y))
+    """multiply_and_send into `staging`, whose chunks the copy engine pushes as soon as their tiles are counted. gather: the call
+    by which it sends those of y on as well (`EnginePlan.shares`)."""
+    count = tiles_of_chunk(plan, y)
+    pushes = [(staging, call.routes(plan.transfers, tiles=count))]
     call.next_epoch()
-    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b, staging, y, bias), staging, routes)
+    if gather is not None:
+        gather.next_epoch()
+        pushes.append((y, gather.routes_of_sums(call, OWN_TILE * count)))
+    domain.engine.launch(lambda: multiply_and_send(domain, call, plan, a_mk, b, staging, y, bias), *pushes)
 
 
 class Scaling(NamedTuple):
@@ -282,7 +288,9 @@ def _scatter_launch(
         constants, count = _portable_constants(plan, domain), plan.tile.count(m_shard, n)
         replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",))
     constants |= (
-        dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange) | _protocol_constants(domain, call) | scaling.constants
+        dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange, SHARES=plan.shares)
+        | _protocol_constants(domain, call)
+        | scaling.constants
     )
     grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
     arguments |= protocol_arguments(domain, call, direct) | scaling.arguments

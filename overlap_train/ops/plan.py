@@ -18,7 +18,7 @@ from ..group.signals import Tag
 from ..group.slots import SLOTS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
-from ..select.choose import Choice, alone, choose, halves_rows
+from ..select.choose import Choice, alone, choose
 from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal, sends_at_once
 from ..select.table import Table
 from ..select.tiles import (
@@ -47,6 +47,7 @@ class EnginePlan:
     variant: its method with options. kernels: HOPPER, PORTABLE or LIBRARY. tile: of those kernels; the library has its own.
     chunks: of each block. transfers: what this rank sends. sources: the other ranks in the order in which their blocks arrive.
     dtype: of the product.
+    shares: a scatter whose sums are sent on to all ranks, chunk by chunk, as they are done.
     concurrent_sms: that what another group sends holds meanwhile. beside_wgrad: a weight gradient is multiplied while its result
     leaves.
     """
@@ -60,6 +61,7 @@ class EnginePlan:
     transfers: Transfers
     sources: tuple[int, ...]
     dtype: torch.dtype
+    shares: bool = False
     concurrent_sms: int = 0
     beside_wgrad: bool = False
 
@@ -197,7 +199,7 @@ class Plan:
     rows: of all ranks, M; of experts 0, since each call has as many as it has.
 
     Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
-    send all their partials instead. halves: the rows go in two halves, and these are passes of one.
+    send all their partials instead.
     """
 
     spec: OperatorSpec
@@ -211,7 +213,6 @@ class Plan:
     rows: int
     gather: EnginePlan | None = None
     one_shot: bool = False
-    halves: bool = False
     amax: EnginePlan | None = None
 
     @property
@@ -281,26 +282,28 @@ def _all_reducing(
     measurements of scatters say half."""
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
-    may_halve = not spec.sends_input and x.shape[:-1].numel() % (2 * topology.world) == 0
-    choice = choose(config.method, pass_, x.device, {}, topology.nodes, True, may_halve)
+    in_forward = not spec.sends_input
+    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True)
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
-    halves = may_halve and halves_rows(pass_, choice.how, x.device, topology.nodes)
-    plan = planner.plan(choice, replace(pass_, m=pass_.m // 2) if halves else pass_, x.device, w)
+    shares = in_forward and choice.method == "fused" and topology.nodes == 1
+    plan = replace(
+        planner.plan(choice.by(split_reduction=False) if shares else choice, pass_, x.device, w), shares=shares
+    )
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
-    world, received = topology.world, spec.slot_bytes(x, w, topology.world) // (1 + halves)
+    world, received = topology.world, spec.slot_bytes(x, w, topology.world)
     words = flagged_bytes(received * world, world)
     fits = SLOTS * words <= config.symmetric_mib << 20 and refusal(spec.name, plan.kind, words) is None
     one_shot = plan.method == LOW_LATENCY and sends_at_once(received, world) and fits
     trains_x = x.requires_grad and torch.is_grad_enabled()
-    sends = trains_x or not spec.sends_input  # a column linear sends in its backward only
+    sends = trains_x or in_forward  # a column linear sends in its backward only
     by_words = plan.method == LOW_LATENCY and sends
     request = Request(
-        spec.name, shapes_of(x, w), how=f"method {plan.variant}{', in halves' * halves}{', in one shot' * one_shot}",
+        spec.name, shapes_of(x, w), how=f"method {plan.variant}{', in one shot' * one_shot}",
         slot_bytes=received if sends and plan.method not in ("collective", LOW_LATENCY) else 0,
         flagged_bytes=by_words * (words if one_shot else flagged_bytes(received, world)),
     )  # fmt: skip
-    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, one_shot, halves)
+    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, one_shot)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

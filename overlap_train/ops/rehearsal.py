@@ -87,7 +87,7 @@ def launches_of(
     with torch.no_grad(), _disable_current_modes():  # that of selective checkpointing would count these products
         for engine, b_kn in passes:
             added = None if bias is None or engine is not plan.fprop else torch.empty_like(bias, device="meta")
-            rows = plan.spec.global_rows(x, domain.world_size) // (1 + plan.halves)
+            rows = plan.spec.global_rows(x, domain.world_size)
             _rehearse(here, plan, engine, rows, b_kn, added)
             workspace.use.clear()
     return workspace.launches

@@ -88,13 +88,11 @@ class Choice:
 
 
 def choose(
-    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False,
-    may_halve: bool = False,
-) -> Choice:  # fmt: skip
+    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False
+) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
-    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;
-    may_halve: its rows may then go in two halves.
+    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again.
     """
     system = _system_of(pass_, device)
     winner = winner_of(pass_, system, table)
@@ -103,7 +101,7 @@ def choose(
     elif winner is not None:
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
-        choice = untuned(pass_, system, nodes, all_reduces, may_halve)
+        choice = untuned(pass_, system, nodes, all_reduces)
     return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
@@ -115,11 +113,9 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winne
     return winner if fits else None
 
 
-def untuned(
-    pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False, may_halve: bool = False
-) -> Choice:
+def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False) -> Choice:
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
-    estimated to be faster. all_reduces, may_halve: see choose."""
+    estimated to be faster. all_reduces: see choose."""
     system, reach = System.of(device), reach_of(nodes)
     if system.type != "cuda":
         return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
@@ -130,7 +126,7 @@ def untuned(
     for name in fits:
         how = with_options(name, pass_, system, nodes=nodes)
         if all_reduces:
-            one, _ = reach.all_reduce(pass_, how, system, may_halve)
+            one = reach.all_reduce(pass_, how, system)
         else:
             one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
@@ -140,14 +136,6 @@ def untuned(
     if pass_.blockwise:
         why = "products with a scale for each block are cuBLASLt's"
     return Choice(how, f"auto: not tuned: {why}")
-
-
-def halves_rows(pass_: Pass, how: Method, device: torch.device | System, nodes: int) -> bool:
-    """Whether an all-reduce whose rows may go in two halves does so. On CPU processes it does wherever it may."""
-    system = System.of(device)
-    if system.type != "cuda":
-        return nodes == 1 and (how.pushes or how.multiplies)
-    return reach_of(nodes).all_reduce(pass_, how, system, may_halve=True)[1]
 
 
 def _is_narrow(pass_: Pass, system: System) -> bool:

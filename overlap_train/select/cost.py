@@ -11,7 +11,7 @@ of a block:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -77,20 +77,9 @@ class Reach:
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
-    def all_reduce(self, pass_: Pass, how: Method, system: System, may_halve: bool) -> tuple[Estimate, bool]:
-        """A scatter and the gather of its sums; and whether the rows go in two halves, because that is faster. The second half's
-        product hides so much of the first one's gather as it outlasts."""
-        scatter = self.estimate(pass_, how, system)
-        whole = self._with_gather(scatter, pass_, how, system)
-        if not (may_halve and self.nodes == 1 and (how.pushes or how.multiplies)):
-            return whole, False
-        half = replace(pass_, m=pass_.m // 2)
-        scatter = self.estimate(half, how, system)
-        second = self._with_gather(scatter, half, how, system)
-        late_us = max(0.0, second.device_us - scatter.device_us - library_us(system, half.rows, half.n, half.k))
-        halves = Estimate(scatter.device_us + late_us + second.device_us, 2 * second.host_us)
-        gains = halves.device_us < (1 - NOISE) * whole.device_us
-        return (halves, True) if gains else (whole, False)
+    def all_reduce(self, pass_: Pass, how: Method, system: System) -> Estimate:
+        """A scatter, and what shows of the gather of its sums: by `fused` its last chunk."""
+        return self._with_gather(self.estimate(pass_, how, system), pass_, how, system)
 
     def _with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
         """NCCL does both in one call. Words go on as words, or have sent all partial sums before. All others are copies."""
@@ -103,7 +92,8 @@ class Reach:
             calls, us = _CALLS["low_latency"], _words_us(pass_, system)
         else:
             calls = _CALLS["chunked"] + 2 * (pass_.world - 1)
-            us = max(_push_us(pass_, system, 1), nccl_us) + system.wait_us + sum_us(system, 2 * received)
+            chunks = chunks_of(how, pass_, system) if how.name == "fused" and self.nodes == 1 else 1
+            us = max(_push_us(pass_, system, 1), nccl_us) / chunks + system.wait_us + sum_us(system, 2 * received)
         return Estimate(scatter.device_us + us, scatter.host_us + calls * system.host_call_us)
 
 

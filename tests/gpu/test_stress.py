@@ -136,7 +136,7 @@ def test_a_silent_peer_is_named(group: dist.ProcessGroup, device: torch.device, 
     domain = domain_of(fresh, config, device)
     if case.rank == size - 1:
         domain.engine.push = lambda source, routes: None  # type: ignore[method-assign]
-        domain.engine.launch = lambda kernel, source, routes: kernel()  # type: ignore[method-assign]
+        domain.engine.launch = lambda kernel, *pushes: kernel()  # type: ignore[method-assign]
         for slot in domain.workspace.slots:  # kernels that signal themselves tell themselves
             slot.outgoing_at.fill_(slot.outgoing[case.rank].data_ptr())
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16)

@@ -228,8 +228,9 @@ class SimulatedEngine:
     def pull(self, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
         self._queue += zip(sources, targets, strict=True)
 
-    def launch(self, kernel: Callable[[], None], source: torch.Tensor, routes: list[Any]) -> None:
-        self.push(source, routes)
+    def launch(self, kernel: Callable[[], None], *pushes: tuple[torch.Tensor, list[Any]]) -> None:
+        for source, routes in pushes:
+            self.push(source, routes)
         kernel()
 
     def keep(self, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,5 +1,5 @@
-"""GEMM + AllReduce under seeded schedules: a scatter and the gather of its sums take slots that are free, of all rows in two
-operators or of two halves in one."""
+"""GEMM + AllReduce under seeded schedules: a scatter and the gather of its sums take slots that are free, in two operators or,
+where sums leave chunk by chunk, in one."""
 
 from __future__ import annotations
 
@@ -90,17 +90,25 @@ def test_it_passes_on_streams(method: str, ranks: int) -> None:
     assert_passes(mlp(method, StreamSimulation(ranks)), range(3))
 
 
-FAULTS: dict[str, tuple[Plant, Simulation]] = {
-    "sums leave before they are complete": (hook.no_wait_for_events(of_caller=False), StreamSimulation(3)),
-    "the result is read before the sums are there": (hook.left_out("wait_kernel"), StreamSimulation(3)),
-    "sums of the call before": (hook.pushes(hook.with_the_last_epoch), Simulation(3)),
-    "sums lie where partial sums do": (hook.slots_overlap(2), Simulation(3)),
-    "sums take the slot of what they are sums of": (hook.taken_at_once, Simulation(3)),
+FAULTS: dict[str, tuple[str, Plant, Simulation]] = {
+    "sums leave before they are complete": ("chunked", hook.no_wait_for_events(of_caller=False), StreamSimulation(3)),
+    "the result is read before the sums are there": ("chunked", hook.left_out("wait_kernel"), StreamSimulation(3)),
+    "sums of the call before": ("chunked", hook.pushes(hook.with_the_last_epoch), Simulation(3)),
+    "sums lie where partial sums do": ("chunked", hook.slots_overlap(2), Simulation(3)),
+    "chunks of sums leave before they are counted": ("fused", hook.pushes(hook.without_waiting), Simulation(2)),
+    "chunks of sums leave before they are counted, on streams": (
+        "fused",
+        hook.no_wait_for_tiles(),
+        StreamSimulation(2),
+    ),
+    "chunks of sums are read before they are there": ("fused", hook.left_out("wait_kernel"), StreamSimulation(2)),
+    "chunks of sums lie where partial sums do": ("fused", hook.slots_overlap(2), Simulation(2)),
+    "chunks of sums take the slot of what they are sums of": ("fused", hook.taken_at_once, Simulation(2)),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(fault: str) -> None:
-    plant, machine = FAULTS[fault]
+    method, plant, machine = FAULTS[fault]
     with plant():
-        assert_caught(mlp("chunked", machine), range(30))
+        assert_caught(mlp(method, machine), range(30))

@@ -251,8 +251,10 @@ class Scattered:
     multiplied: list[list[list[str]]]
 
 
-def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False) -> Scattered:
-    """adds: the kernel adds the peers' partials, unless it exchanges. gave_up: a wait did."""
+def run_scatter(
+    p: Product, direct: bool, exchange: bool, adds: bool = True, gave_up: bool = False, shares: bool = False
+) -> Scattered:
+    """adds: the kernel adds the peers' partials, unless it exchanges. gave_up: a wait did. shares: sums are sent on."""
     adds, loads = adds and not exchange, Loads(min(SMS, HOPPER_TILE.count(p.m_shard, p.n) * p.world))
     run = units_in_run(Kind.GEMM_A2A if exchange else Kind.GEMM_RS, p.world, p.chunks, direct, adds)
     places = [p.stored() for _ in range(p.world - 1)] if direct else [p.stored(p.world)]
@@ -261,12 +263,12 @@ def run_scatter(p: Product, direct: bool, exchange: bool, adds: bool = True, gav
         None, None, "a", "b", "half of b", None, None, (p.rank, *[0] * 6), p.sizes, *switches, exchange, *_BLOCKS, 4, True,
     )  # fmt: skip
     done = Scattered(loads, p.stored(), places, Counter(), set(), [], [])
-    _store_tiles(done, p, run, direct)
+    _store_tiles(done, p, run, direct, shares)
     done.multiplied = [_multiplied(loads, p, part, switches, gave_up) for part in range(2)]
     return done
 
 
-def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
+def _store_tiles(done: Scattered, p: Product, run: int, direct: bool, shares: bool) -> None:
     """The storing warp."""
 
     def next_tile(rings: object, turn: int, warps: int) -> int:
@@ -297,7 +299,7 @@ def _store_tiles(done: Scattered, p: Product, run: int, direct: bool) -> None:
         names[name] = python_of(getattr(scatter, name), **names)
     python_of(scatter._store, **names, gl=done.loads.language)(
         None, None, done.places, done.own, Word(), Word(), Word(), 0, p.rank, p.sizes, p.world,
-        p.topology.local, p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1,
+        p.topology.local, p.chunks, run, direct, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m, 2 if direct else 1, shares,
     )  # fmt: skip
     assert done.stored.pop() == []
 

@@ -108,7 +108,7 @@ def compiled_kernel(
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
     else:
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
-        constants = {"REDUCE": True, "EXCHANGE": False} | constants | direct
+        constants = {"REDUCE": True, "EXCHANGE": False, "SHARES": False} | constants | direct
         kind = Kind.GEMM_A2A if constants["EXCHANGE"] else Kind.GEMM_RS
         constants["RUN"] = units_in_run(
             kind, constants["WORLD"], constants["CHUNKS"], constants["DIRECT"], constants["REDUCE"]

@@ -20,7 +20,7 @@ from overlap_train.ops.plan import fprop_of, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.select.choose import alone, fastest, halves_rows
+from overlap_train.select.choose import alone, fastest
 from overlap_train.select.cost import Estimate, Reach
 from overlap_train.select.method import NAMES, Method, Pass, serving
 from overlap_train.select.system import SYSTEMS, System
@@ -103,19 +103,16 @@ def test_an_all_reduce_counts_the_gather_of_its_sums() -> None:
     assert plan.fprop is plan.dgrad and plan.fprop.reason.endswith("; tune_steps measures no all-reduce")
 
 
-def test_rows_of_an_all_reduce_go_in_halves_where_the_gather_is_long_enough_to_hide() -> None:
-    fused, proj = Method("fused"), replace(FC2, k=512, world=8)
-    assert halves_rows(FC2, fused, H200, 1) and not halves_rows(replace(FC2, m=2048), fused, H200, 1)
-    assert not halves_rows(proj, fused, H200, 1), "its product is too short to hide a gather"
-    assert not halves_rows(FC2, Method("collective"), H200, 1) and not halves_rows(FC2, fused, H200, 2)
-    w = torch.empty(4096, 64, device="meta")
-    for spec, rows, halves in (
-        (LINEAR_ALL_REDUCE, 16, True),
-        (LINEAR_ALL_REDUCE, 12, False),
-        (LINEAR_DGRAD_ALL_REDUCE, 16, False),
+def test_sums_of_a_forward_pass_by_fused_are_sent_on_chunk_by_chunk() -> None:
+    w, x = torch.empty(4096, 64, device="meta"), torch.empty(16, 64, device="meta")
+    for spec, method, nodes, shares in (
+        (LINEAR_ALL_REDUCE, "fused", 1, True),
+        (LINEAR_ALL_REDUCE, "chunked", 1, False),
+        (LINEAR_ALL_REDUCE, "fused", 2, False),
+        (LINEAR_DGRAD_ALL_REDUCE, "fused", 1, False),
     ):
-        x = torch.empty(rows, 64, device="meta")
-        assert make_plan(spec, OverlapConfig(method="chunked"), {}, Topology(1, 4, 0), x, w).halves == halves
+        plan = make_plan(spec, OverlapConfig(method=method), {}, Topology(nodes, 4 // nodes, 0), x, w)
+        assert plan.fprop.shares == shares and not (shares and plan.fprop.reduces_later)
 
 
 def test_long_products_with_a_narrow_weight_are_the_librarys() -> None:

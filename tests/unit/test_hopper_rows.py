@@ -70,6 +70,21 @@ def test_a_scatter_stores_every_row_of_every_block_once(
     assert done.goals == ({strips} if direct and peers else set())
 
 
+@pytest.mark.parametrize(("world", "rank"), RANKS)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
+def test_own_strips_are_counted_by_halves_where_their_sums_are_sent_on(
+    m_shard: int, chunks: int, world: int, rank: int
+) -> None:
+    """Each when it is stored, so that a chunk is counted whole, and no sooner, also where its tiles are cut."""
+    p = Product(world, rank, chunks, m_shard, WIDE)
+    done, strips = run_scatter(p, False, False, shares=True), HOPPER_TILE.counted(m_shard // chunks, WIDE)
+    assert done.counted == {
+        target * 8 + chunk: strips * (1 + (target == rank)) for target in range(world) for chunk in range(chunks)
+    }
+    for steps in done.stored:
+        assert len(steps[-1]) == 2, "no strip is stored behind the last count"
+
+
 def pieces(p: Product, units: list[tuple[Unit, ...]]) -> list[tuple[tuple[Unit, ...], list[int]]]:
     """What a scatter's tiles are multiplied in: the units of each piece, and which halves of the columns it has.
 
