@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from overlap_train.gpu.ptx_check import missing
-from overlap_train.kernels.hopper_scaled import PRECISE, TENSORS
+from overlap_train.kernels.hopper_scaled import BLOCKS, PRECISE, TENSORS
 from tests.unit import hopper_ptx
 from tests.unit.ptx_flow import reachable_without
 
@@ -204,6 +204,11 @@ ONE_BYTE = [
     ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False}),
     ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": False, "REDUCE": False}),
     ("hopper_gemm_reduce_scatter", GRADIENTS, WIDE | {"SCALING": PRECISE, "DIRECT": True, "WORLD": 2}),
+    ("hopper_all_gather_gemm", E4M3, WIDE | {"SCALING": BLOCKS, "bias": True}),
+    ("hopper_all_gather_gemm", E4M3, WIDE | {"SCALING": BLOCKS, "DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": BLOCKS, "DIRECT": False, "bias": True}),
+    ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": BLOCKS, "DIRECT": False, "REDUCE": False}),
+    ("hopper_gemm_reduce_scatter", E4M3, WIDE | {"SCALING": BLOCKS, "DIRECT": True}),
 ]
 
 
