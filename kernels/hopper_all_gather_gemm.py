@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arrivals import units_to_take
-from .hopper_scaled import UNSCALED, half_product, scale_of_product, whole_product
+from .hopper_scaled import BLOCKS, UNSCALED, half_product, scale_of_product, scales_of_strip, whole_product
 from .hopper_stores import make_outbox, put_quarter, store_strip
 from .hopper_tiles import (
     NO_TILE,
@@ -79,7 +79,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
 
 
 @gluon.jit
-def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, scales, PART: gl.constexpr,
+def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, PART: gl.constexpr,
                    WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, BLOCK_M: gl.constexpr,
                    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
                    B_IS_NK: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
@@ -96,17 +96,25 @@ def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_p
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
-        _, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
+        pair, tile_n = tile_in_run(tile, strips, WORLD * CHUNKS, tiles_n, GROUP_M)
         col, _ = columns_of(tile_n, side, BLOCK_N)
+        by = scale
+        if SCALING == BLOCKS:
+            own_ptr, b_ptr, gathered_ptr, pitch = scales
+            source, chunk, strip = gather_strip(2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS)
+            a_ptr = gathered_ptr + gl.cast(source * m_shard, gl.int64) * pitch
+            a_ptr = gl.where(source == rank, own_ptr, a_ptr)
+            row = strip * ROWS
+            by = scales_of_strip(a_ptr, pitch, 1, b_ptr, chunk * m_chunk + row, m_chunk - row, col, n, k)
         if side == WHOLE:
-            left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N,
+            left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, by, PART, ROWS, BLOCK_N,
                                               STAGES, B_IS_NK, SCALING)  # fmt: skip
             if gl.load(abort_ptr, volatile=True) != 0:
                 left, right = left + float("nan"), right + float("nan")
             put_quarter(outbox, turn, plus_bias(left, bias_ptr, col, n), PART, 0, BUFFERS=1)
             put_quarter(outbox, turn, plus_bias(right, bias_ptr, col + BLOCK_N // 2, n), PART, 1, BUFFERS=1)
         else:
-            half, step = half_product(panels, step, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N // 2, STAGES,
+            half, step = half_product(panels, step, b_half_desc, k_steps, by, PART, ROWS, BLOCK_N // 2, STAGES,
                                       B_IS_NK, SCALING)  # fmt: skip
             if gl.load(abort_ptr, volatile=True) != 0:
                 half = half + float("nan")
@@ -141,30 +149,32 @@ def send_rows(own_ptr, words, places, sizes, WORLD: gl.constexpr, CHUNKS: gl.con
     """SENDERS warps: store the own rows at the peers (DIRECT), else nothing."""
     if DIRECT:
         sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
-        m_shard, _, k = sizes
+        m_shard, _, pitch = sizes
         # What a thread stores at once: 16 bytes.
         VECTOR: gl.constexpr = 128 // own_ptr.dtype.element_ty.primitive_bitwidth
         layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
         lane = gl.arange(0, STEP, layout)
-        store_at_peers(own_ptr, m_shard // CHUNKS * k, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
+        store_at_peers(own_ptr, m_shard // CHUNKS * pitch, lane, words[0], sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr,
                        next_word(gl.load(words[3]), words[6]), WORLD, CHUNKS, PIECE, STEP, EXCHANGE)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["m_shard", "rank", "tag", "limit", "leaves"])
 def hopper_all_gather_gemm_kernel(
-    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, bias_ptr, y_desc, m_shard, n, k,
+    own_desc, own_ptr, gathered_desc, b_desc, b_half_desc, bias_ptr, y_desc, m_shard, n, k, pitch,
     rank, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, leaves, here_ptr,
     sent_ptr, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr,
     WORLD: gl.constexpr, LOCAL: gl.constexpr, CHUNKS: gl.constexpr, DIRECT: gl.constexpr, PIECE: gl.constexpr,
     STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
     STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr, a_scale_ptr=None, b_scale_ptr=None,
-    SCALING: gl.constexpr = UNSCALED,
+    gathered_scale_ptr=None, SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """own [M/W, K] and gathered [M, K] times b, [N, K] or [K, N] by B_IS_NK, into y [M, N], as
     [W x CHUNKS, M/W/CHUNKS, N]; all 16-byte aligned rows. bias [N], or None, is added in fp32.
 
     own_ptr: own again, for the warps that send it (DIRECT): PIECE elements are claimed and counted at once, STEP are in flight.
+    pitch: from row to row of own and gathered, at least K: all of a row is sent.
     b_half_desc: b again, in panels half as wide.
+    SCALING: hopper_scaled.py. With BLOCKS a_scale_ptr and gathered_scale_ptr are behind the K numbers of row 0.
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(own_desc, b_desc, STAGES, READERS=PARTS + 1)
@@ -173,15 +183,17 @@ def hopper_all_gather_gemm_kernel(
     places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     sizes = (m_shard, n, k)
     scales = (a_scale_ptr, b_scale_ptr)
+    if SCALING == BLOCKS:
+        scales = (a_scale_ptr, b_scale_ptr, gathered_scale_ptr, pitch // 4)  # fp32, behind numbers of one byte
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, scales, 0, WORLD, LOCAL, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, sizes, scales, 1, WORLD, LOCAL, CHUNKS,
-                          BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, 0, WORLD, LOCAL,
+                          CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_ptr, rank, sizes, scales, 1, WORLD, LOCAL,
+                          CHUNKS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (_load, (panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
-        (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
+        (send_rows, (own_ptr, words, places, (m_shard, n, pitch), WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
     ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

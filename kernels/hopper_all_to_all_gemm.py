@@ -80,9 +80,9 @@ def hopper_all_to_all_gemm_kernel(
     sizes = (m_shard, n, k)
     whole = (m_shard, n, WORLD * gl.cdiv(k, BLOCK_K) * BLOCK_K)  # as the multiplying warps see it: whole panels
     gl.warp_specialize([
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, None, abort_ptr, whole, (), 0, 1, 1, CHUNKS, BLOCK_M,
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, None, abort_ptr, 0, whole, (), 0, 1, 1, CHUNKS, BLOCK_M,
                           BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, UNSCALED)),
-        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, None, abort_ptr, whole, (), 1, 1, 1, CHUNKS, BLOCK_M,
+        (multiply_tiles, (panels, tiles, outbox, b_desc, b_half_desc, None, abort_ptr, 0, whole, (), 1, 1, 1, CHUNKS, BLOCK_M,
                           BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, UNSCALED)),
         (_load, (panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, sizes, WORLD, LOCAL, CHUNKS, DIRECT,
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),

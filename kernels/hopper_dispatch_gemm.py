@@ -56,7 +56,7 @@ def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k
     while index != NO_TILE:
         expert, first, end, chunk, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
         end = gl.minimum(first + BLOCK_M, end)
-        for source in range(WORLD):
+        for source in range(gl.load(pairs_ptr + 2)):  # unrolled, the code of a wait would be there for each
             segment_ptr = segments_ptr + (expert * WORLD + source) * SEGMENT_WORDS
             has_rows = gl.maximum(gl.load(segment_ptr), first) < gl.minimum(gl.load(segment_ptr + 1), end)
             word = signal_word(source, chunk)

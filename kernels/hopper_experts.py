@@ -4,7 +4,7 @@ A rank's R rows lie in placed order (ops/routing.py): by expert, then source ran
 rows of one expert each, the last one of an expert with fewer. Tables that the host makes from the matrix of counts say where
 (int32, ops/expert_tables.py):
 
-    pairs     P, max(R, BLOCK_M / PARTS), .., ..; then for each pair: expert, first row, end of the expert's rows, chunk
+    pairs     P, max(R, BLOCK_M / PARTS), W, ..; then for each pair: expert, first row, end of the expert's rows, chunk
     segments  for each expert and source rank: first row, end, what leads from a row to its place at the source, ..
     peers     for each rank: rows it has received, rows it has sent, those of them here, ..; then the pieces of each chunk for it
 

@@ -17,7 +17,16 @@ for what their peers' CTAs owe in those that come after (units_in_run).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper_scaled import PRECISE, UNSCALED, half_product, no_whole_product, scale_of_product, whole_product
+from .hopper_scaled import (
+    BLOCKS,
+    PRECISE,
+    UNSCALED,
+    half_product,
+    no_whole_product,
+    scale_of_product,
+    scales_of_strip,
+    whole_product,
+)
 from .hopper_stores import make_outbox, put_quarter, store_strip, stores_are_written
 from .hopper_tiles import (
     NO_TILE,
@@ -101,13 +110,18 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
     while index != NO_TILE:
         tile, side = tile_and_side(index, halved)
         run, pair, tile_n = scatter_pair(tile, strips, tiles_n, rank, WORLD, CHUNKS, RUN, DIRECT, GROUP_M)
-        target, _, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
+        target, chunk, strip = scatter_strip(run, 2 * pair + PART, strips, rank, WORLD, LOCAL, CHUNKS, RUN)
         col, _ = columns_of(tile_n, side, BLOCK_N)
+        by = scale
+        if SCALING == BLOCKS:
+            row = strip * ROWS
+            first = target * m_shard + chunk * m_chunk + row
+            by = scales_of_strip(scales[0], 1, WORLD * m_shard, scales[1], first, m_chunk - row, col, n, k)
         if side == WHOLE:
             # A strip beyond the run has no rows, and the other group has the tensor cores for itself. Not with sums in fp32: a
             # second way to them spills 330 bytes, and products take 1.4 times as long.
-            if SCALING == PRECISE or strip < strips:
-                left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, scale, PART, ROWS, BLOCK_N,
+            if SCALING >= PRECISE or strip < strips:
+                left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, by, PART, ROWS, BLOCK_N,
                                                   STAGES, B_IS_NK, SCALING)  # fmt: skip
             else:
                 left, right, step = no_whole_product(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
@@ -122,8 +136,8 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
             put_quarter(outbox, turn, left, PART, 0, BUFFERS)
             put_quarter(outbox, turn, right, PART, 1, BUFFERS)
         else:  # of own rows
-            if SCALING == PRECISE or strip < strips:
-                half, step = half_product(panels, step, b_half_desc, k_steps, scale, PART, ROWS, HALF, STAGES,
+            if SCALING >= PRECISE or strip < strips:
+                half, step = half_product(panels, step, b_half_desc, k_steps, by, PART, ROWS, HALF, STAGES,
                                           B_IS_NK, SCALING)  # fmt: skip
             else:
                 half, step = pass_tile(panels, step, k_steps, ROWS, HALF, STAGES)
@@ -224,7 +238,7 @@ def hopper_gemm_reduce_scatter_kernel(
     BUFFERS: of the outbox for each half of a tile (make_outbox); two and three stages, or one and four, fit into shared memory.
     to1_desc: staging [M, N], in W x CHUNKS chunks; with DIRECT to1_desc ... to7_desc are this rank's blocks [M/W, N] at ranks
     rank+1, rank+2, ...
-    SCALING: hopper_scaled.py.
+    SCALING: hopper_scaled.py. With BLOCKS a_scale_ptr is [K/128, M].
     """
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)

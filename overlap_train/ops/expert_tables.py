@@ -1,6 +1,6 @@
 """What kernels of experts are told of one call's rows, worked out from the matrix of counts (ops/routing.py): int32 tables.
 
-    pairs     [P + 1, 4]     P, max(R, 64), 0, 0; then of each pair of strips: expert, first row, end of the expert's rows, chunk
+    pairs     [P + 1, 4]     P, max(R, 64), W, 0; then of each pair of strips: expert, first row, end of the expert's rows, chunk
     pieces    [Q + 1, 4]     Q, 0, 0, 0; then of each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
     peers     [W, 16]        of each rank: rows it receives, rows it sends, those of them to here, 0; pieces of each chunk for it
     segments  [E/W, W, 4]    of each expert and source rank: first row, end, what leads from a row to its place in sent order, 0
@@ -78,7 +78,7 @@ def _pairs(by_expert: Counts, rank: int, chunks: Counts) -> Counts:
         has = (rows > 0) & (begins < np.minimum(first + _BLOCK_M, end)[:, None]) & (begins + rows > first[:, None])
         turn = np.where(has, (rank - np.arange(world)) % world, 0).max(1)
         pairs = pairs[np.lexsort((turn, chunk))]
-    return np.concatenate(([[len(expert), max(int(totals.sum()), LEAST_ROWS), 0, 0]], pairs))
+    return np.concatenate(([[len(expert), max(int(totals.sum()), LEAST_ROWS), world, 0]], pairs))
 
 
 def _pieces(counts: Counts, rank: int, chunks: Counts) -> tuple[Counts, Counts]:

@@ -10,12 +10,17 @@ fixed order. Either way the ranks have the same bits, on every run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+from ..group.domain import OverlapDomain
 from . import collective as collectives
 from . import launch, low_latency
-from .planned import PlannedOp
+from .planned import PassTags, PlannedOp
+
+if TYPE_CHECKING:
+    from .plan import EnginePlan
 
 
 def all_reduced(
@@ -47,7 +52,8 @@ def all_reduced(
     missing = -rows % domain.world_size
     a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
     if plan.fprop.shares:
-        return _shared(op, a_mk, b_kn, bias).resize_(rows, b_kn.shape[1])
+        with scope:
+            return sums_sent_on(domain, plan.fprop, op.tags, a_mk, b_kn, bias).resize_(rows, b_kn.shape[1])
     with scope:
         y_shard_m = plan.fprop.start(domain, tag, a_mk, b_kn, bias).finish()
     assert plan.gather is not None
@@ -59,20 +65,20 @@ def all_reduced(
     return y.resize_(rows, y.shape[1]) if missing else y
 
 
-def _shared(op: PlannedOp, a_mk: torch.Tensor, b_kn: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """y, in one operator of two calls. The first one's slot is free again after it: peers have read that when their sums are
+def sums_sent_on(
+    domain: OverlapDomain, engine: EnginePlan, tags: PassTags, a_mk: torch.Tensor, b_kn: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """y, by two calls of one operator. The first one's slot is free again after it: peers have read that when their sums are
     here."""
-    domain, plan, tags = op.domain, op.plan, op.tags
-    engine, world = plan.fprop, domain.world_size
     y = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1])
-    blocks, staging = y.view(world, -1, y.shape[1]), torch.empty_like(y)
+    blocks, staging = y.view(domain.world_size, -1, y.shape[1]), torch.empty_like(y)
     own = blocks[domain.rank]
-    with op.forward:
-        scatter = domain.workspace.open(own.shape, y.dtype, tags.fprop, engine.chunks)
-        domain.workspace.receive_first()
-        gather = domain.workspace.open(own.shape, y.dtype, tags.wgrad, engine.chunks)
-        launch.multiply_and_push(domain, scatter, engine, a_mk, b_kn, staging.view_as(blocks), own, bias, gather)
-        for source in engine.sources:
-            gather.wait(source)
-            blocks[source].copy_(gather.blocks[source])
+    scatter = domain.workspace.open(own.shape, y.dtype, tags.fprop, engine.chunks)
+    domain.workspace.receive_first()
+    gather = domain.workspace.open(own.shape, y.dtype, tags.wgrad, engine.chunks)
+    launch.multiply_and_push(domain, scatter, engine, a_mk, b_kn, staging.view_as(blocks), own, bias, gather)
+    for source in engine.sources:
+        gather.wait(source)
+        blocks[source].copy_(gather.blocks[source])
     return y

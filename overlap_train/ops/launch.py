@@ -17,7 +17,8 @@ from ..group.domain import OverlapDomain
 from ..group.slots import Call
 from ..schedule.order import units_in_run
 from ..select.tiles import HOPPER, HOPPER_TILE
-from .product import Fp8Matrix, Right
+from .blocks import tails
+from .product import BlockMatrix, Fp8Matrix, Right
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -89,7 +90,8 @@ def receive_and_multiply(
     By `direct` it also stores own at the peers. Else Hopper's reads its own block alone, and blocks may lie apart. leaves: it
     multiplies the chunks that are counted so far; the next launch goes on from there (kernels/arrivals.py).
     """
-    (b_kn, scaling), own = unscaled(b), readable(plan, own)
+    own = readable(plan, own)
+    b_kn, scaling = unscaled(own, b)
     own_at, bias_at = own.data_ptr(), 0
     if bias is not None:
         bias = readable(plan, bias)
@@ -122,7 +124,7 @@ def multiply_and_send(
                      `EnginePlan.reduces_later` the own partial
         GEMM + A2A   y [M/W, N/W], the own block of a_mk [M/W, K] @ b_kn [K, N]
     """
-    (b_kn, scaling), a_at, (pitch, step) = unscaled(b), a_mk.data_ptr(), a_mk.stride()
+    (b_kn, scaling), a_at, (pitch, step) = unscaled(a_mk, b), a_mk.data_ptr(), a_mk.stride()
     if plan.kernels == HOPPER and (a_at % 16 or step != 1 or pitch <= 0 or pitch * a_mk.itemsize % 16):
         # TMA could not read it: an expanded gradient, a slice that starts between 16-byte words
         a_mk = a_mk.clone(memory_format=torch.contiguous_format)
@@ -155,11 +157,12 @@ def multiply_and_push(
 
 
 class Scaling(NamedTuple):
-    """What a kernel of Hopper is told of operands in fp8. inverses: by what its product is multiplied, fp32 [1] of each operand;
-    none of other operands. fast: see Fp8Matrix."""
+    """What a kernel of Hopper is told of operands in fp8. inverses: by what its product is multiplied, fp32 [1] of each operand,
+    or of its blocks as a BlockMatrix has them, in packed rows their tails; none of other operands. fast: see Fp8Matrix."""
 
     inverses: tuple[torch.Tensor, ...] = ()
     fast: bool = False
+    of_blocks: bool = False
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -167,9 +170,10 @@ class Scaling(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        from ..kernels.hopper_scaled import PRECISE, TENSORS
+        from ..kernels.hopper_scaled import BLOCKS, PRECISE, TENSORS
 
-        return {"SCALING": (TENSORS if self.fast else PRECISE).value} if self.inverses else {}
+        scaling = BLOCKS if self.of_blocks else TENSORS if self.fast else PRECISE
+        return {"SCALING": scaling.value} if self.inverses else {}
 
     @property
     def replaced(self) -> Replaced:
@@ -183,10 +187,13 @@ class Scaling(NamedTuple):
 UNSCALED = Scaling()
 
 
-def unscaled(b: Right) -> tuple[torch.Tensor, Scaling]:
-    """The numbers of a right operand [K, N], and what they are scaled by."""
+def unscaled(a: torch.Tensor, b: Right) -> tuple[torch.Tensor, Scaling]:
+    """The numbers of a right operand [K, N], and what their product with a is scaled by."""
     if isinstance(b, Fp8Matrix):
         return b.b_nk.t(), Scaling((b.a_inverse, b.b_inverse), b.fast)
+    if isinstance(b, BlockMatrix):
+        a_inverse = tails(a, b.shape[0]) if b.a_inverse is None else b.a_inverse
+        return b.b_nk.t(), Scaling((a_inverse, b.b_inverse), of_blocks=True)
     return b, UNSCALED
 
 
@@ -222,16 +229,18 @@ def _gather_launch(
 ) -> Launch:  # fmt: skip
     """The Launch of receive_and_multiply. Values replaced at each launch: own block, own, b, y, bias, tag, scales. block: own
     [M/W, K] in AG + GEMM, this rank's block of own [W, M/W, K/W] in A2A + GEMM."""
-    (m_shard, k), n, sends = own.shape[-2:], b_kn.shape[1], plan.method == "direct"
-    exchange = plan.kind.sums_blocks
+    (m_shard, pitch), n, sends = own.shape[-2:], b_kn.shape[1], plan.method == "direct"
+    exchange, gathered = plan.kind.sums_blocks, call.blocks.flatten(0, 1)
+    k = pitch if exchange else b_kn.shape[0]  # packed rows are longer
     blocks = 1 if exchange else domain.world_size  # of rows of y
     received = "received" if exchange else "gathered"
     arguments: dict[str, Any] = dict(own_ptr=own, m_shard=m_shard, n=n, k=k) | ({} if exchange else {"bias_ptr": bias})
     if plan.kernels == HOPPER:
         arguments |= dict(
-            own_desc=_panel(block), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
+            own_desc=_panel(block[:, :k]), b_desc=_operand(b_kn, BLOCK_N), b_half_desc=_operand(b_kn, HALF_N),
             y_desc=stored(y, blocks * call.chunks),
-        ) | {f"{received}_desc": _panel(call.blocks.flatten(0, 1))}  # fmt: skip
+        ) | {f"{received}_desc": _panel(gathered[:, :k])} | ({} if exchange else {"pitch": pitch})  # fmt: skip
+        arguments |= {"gathered_scale_ptr": tails(gathered, k)} if scaling.of_blocks else {}
         constants = _hopper_constants(b_kn, STAGES) | {"STEP": STEP // own.itemsize}
         # Tiles may be cut into halves, and half as many still reach every SM. What sends rows does it from every SM.
         halves = 2 * HOPPER_TILE.count(m_shard // call.chunks, n, blocks * call.chunks)

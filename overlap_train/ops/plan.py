@@ -317,8 +317,8 @@ def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], 
             continue
         if plan.config.fp8 != "off" and engine.variant.multiplies and engine.kernels != HOPPER:
             return (
-                f"method={engine.method!r} with fp8={plan.config.fp8!r}: its kernels multiply fp8 with one scale a tensor, on "
-                f"Hopper GPUs, to results in bf16 or fp16; use 'auto' or 'chunked' ({flag_name('method')})"
+                f"method={engine.method!r} with fp8={plan.config.fp8!r}: its kernels multiply fp8 on Hopper GPUs, to results in "
+                f"bf16 or fp16; use 'auto' or 'chunked' ({flag_name('method')})"
             )
         variable = serialising() if device.type == "cuda" else None
         if variable is not None:

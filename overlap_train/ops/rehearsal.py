@@ -22,8 +22,11 @@ from ..group.signals import Tag
 from ..group.slots import Call, Slot
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
+from .blocks import BLOCK, new_packed, new_rows
+from .gemm_ar import sums_sent_on
 from .plan import EnginePlan, Plan
-from .product import Fp8Matrix, Right
+from .planned import PassTags
+from .product import BlockMatrix, Fp8Matrix, Right
 from .quantize import FORWARD, GRADIENT
 from .spec import Operands
 
@@ -79,8 +82,7 @@ def launches_of(
 ) -> list[Launch]:
     """What compile_ahead starts; of fp8 the products alone. None across nodes, where launches depend on what has arrived."""
     passes = [one for one in _passes(plan, x, w) if one[0].slots]
-    in_blocks = plan.config.fp8 == "blockwise"  # by the library
-    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node" or in_blocks:
+    if not plan.spec.multiplies or not passes or plan.fprop.reach != "node":
         return []
     workspace, here = _Rehearsal(domain, plan.request), copy.copy(domain)
     here.workspace, here.engine = workspace, cast(Any, _NoCopies())
@@ -103,7 +105,7 @@ def _passes(plan: Plan, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[Engi
         yield plan.fprop, w.t()
     if wants_dx and (plan.gather is None or in_backward):
         yield plan.dgrad if w.requires_grad else plan.dgrad_alone, w
-    if plan.gather is not None and (wants_dx or not in_backward):
+    if plan.gather is not None and (wants_dx or not in_backward) and not plan.fprop.shares:
         yield plan.gather, (w if in_backward else w.t()).t()
     if plan.wgrad is not None and torch.is_grad_enabled() and w.requires_grad:
         yield plan.wgrad, w.t()
@@ -117,7 +119,7 @@ def _rehearse(
     mine, b_kn = rows // ranks, torch.empty_strided(b_kn.shape, b_kn.stride(), dtype=b_kn.dtype, device="meta")
     multiplies = engine not in (plan.wgrad, plan.gather)
     is_read = engine is not plan.fprop or plan.wgrad is None  # what is received, for a weight gradient
-    right, sent = _operands(plan, engine, b_kn)
+    right, sent = _operands(plan, engine, b_kn, mine if kind.gathers else rows, ranks)
     if kind.sums_blocks:
         blocks = engine.start(domain, _TAG, b_kn.new_empty(ranks, mine, k // ranks))
         if multiplies:
@@ -125,24 +127,34 @@ def _rehearse(
         if is_read:
             blocks.received_view()
     elif kind.gathers:
-        gather = engine.start(domain, _TAG, sent.new_empty(mine, k))
+        gather = engine.start(domain, _TAG, sent)
         if multiplies:
             gather.matmul(right, bias)
         if engine in (plan.dgrad, plan.wgrad):
             gather.keep_own(plan.dgrad)
         if is_read:
             gather.gathered_view()
+    elif engine.shares:
+        sums_sent_on(domain, engine, PassTags(_TAG, _TAG, _TAG, []), b_kn.new_empty(rows, k), b_kn, bias)
     elif kind.reduces:
-        engine.start(domain, _TAG, sent.new_empty(rows, k), right, bias).finish()
+        engine.start(domain, _TAG, sent, right, bias).finish()
     else:
         engine.start(domain, _TAG, b_kn.new_empty(mine, k), b_kn).received()
 
 
-def _operands(plan: Plan, engine: EnginePlan, b_kn: torch.Tensor) -> tuple[Right, torch.Tensor]:
-    """(b as a pass multiplies by it, a tensor of the dtype in which its other operand is sent or multiplied)."""
+def _operands(plan: Plan, engine: EnginePlan, b_kn: torch.Tensor, rows: int, ranks: int) -> tuple[Right, torch.Tensor]:
+    """(b as a pass multiplies by it, so many rows of its other operand as they are sent or multiplied). Of packed rows one
+    rounding: the kernels that multiply both are the same."""
+    a_mk, b_nk = b_kn.new_empty(rows, len(b_kn)), b_kn.new_empty(b_kn.shape[::-1], dtype=FORWARD)
     if plan.config.fp8 == "off":
-        return b_kn, b_kn
+        return b_kn, a_mk
+    if plan.config.fp8 == "blockwise":
+        n, k = b_nk.shape
+        b_inverse = b_kn.new_empty(n // BLOCK, -(-k // (4 * BLOCK)) * 4, dtype=torch.float32)
+        if engine.kind.receives:
+            return BlockMatrix(b_nk, b_inverse, plan.dtype), new_packed(a_mk)
+        a8 = new_rows(a_mk, ranks if engine.method == "chunked" else 1)
+        return BlockMatrix(b_nk, b_inverse, plan.dtype, a8.inverse), a8.numbers
     dtype = FORWARD if engine in (plan.fprop, plan.wgrad) else GRADIENT[plan.config.fp8]
     inverse = torch.empty(1, dtype=torch.float32, device="meta")
-    b_nk = b_kn.new_empty(b_kn.shape[::-1], dtype=FORWARD)
-    return Fp8Matrix(b_nk, inverse, inverse, plan.dtype, engine is plan.fprop), b_kn.to(dtype)
+    return Fp8Matrix(b_nk, inverse, inverse, plan.dtype, engine is plan.fprop), a_mk.to(dtype)

@@ -133,8 +133,6 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
     few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
     how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
-    if pass_.blockwise:
-        why = "products with a scale for each block are cuBLASLt's"
     return Choice(how, f"auto: not tuned: {why}")
 
 
@@ -150,7 +148,8 @@ def alone(choice: Choice, pass_: Pass, device: torch.device | System) -> Choice:
 
 
 def _system_of(pass_: Pass, device: torch.device | System) -> System:
-    return System.of(device).in_fp8 if pass_.fp8 else System.of(device)
+    system = System.of(device)
+    return system.in_fp8(pass_.blockwise) if pass_.fp8 else system
 
 
 def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:

@@ -48,8 +48,8 @@ class Pass:
     gemm_a2a  GEMM + A2A       [m/W, k] @ [k, n]             [m/W, n/W]
 
     "scatter, wgrad" is a column linear's dgrad, whose reduce-scatter may run under the weight gradient that comes after it.
-    m: global rows. dtype: of the result. fp8: both operands have one byte an element. blockwise: and a scale for each block, by
-    which no kernel of ours multiplies. twice: what is sent is by rows and by columns, for a weight gradient, too.
+    m: global rows. dtype: of the result. fp8: both operands have one byte an element. blockwise: and a scale for each block.
+    twice: what is sent is by rows and by columns, for a weight gradient, too.
     """
 
     kind: Kind
@@ -206,9 +206,7 @@ def refusal(name: str, kind: Kind, nbytes: int) -> str | None:
 
 
 def serving(methods: Iterable[str], pass_: Pass) -> list[str]:
-    """Those of the given methods that serve a pass: all, but for low_latency where it does not, and our products by scales of
-    blocks."""
+    """Those of the given methods that serve a pass: all, but for low_latency where it does not."""
     words = flagged_bytes(pass_.received_bytes, pass_.world)
     left_out = set() if refusal("", pass_.kind, words) is None else {LOW_LATENCY}
-    left_out |= {name for name in NAMES if pass_.blockwise and Method(name).multiplies}
     return [method for method in methods if method not in left_out]

@@ -125,7 +125,7 @@ def equal_chunks(m_shard: int, most: int) -> int:
 def on_hopper(pass_: Pass, device: System | torch.device) -> bool:
     """Whether the warp-specialised kernels serve a pass."""
     both = (pass_.k, pass_.n), (pass_.row_features, 0)
-    return not pass_.blockwise and all(tma_reads(device, pass_.dtype, *features) for features in both)
+    return all(tma_reads(device, pass_.dtype, *features) for features in both)
 
 
 @functools.cache

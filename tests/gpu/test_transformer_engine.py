@@ -79,8 +79,6 @@ def test_fp8_is_transformer_engines(
 ) -> None:
     """Ours is nearer to TransformerEngine's fp8 than this is to bf16. Partial sums that are rounded in another place move numbers
     from one of fp8's few steps to the next. In a second step, since delayed scales are 1 in the first, and work out alike."""
-    if recipe == "blockwise" and method not in ("auto", "chunked", "collective"):
-        pytest.skip("our kernels have no scales of blocks")
     fp8 = dict(fp8=format, fp8_recipe=recipe)
     model = _gpt(layout, OverlapConfig(method=method, provider=provider, timeout_s=wait_s), **fp8)
     own = _gpt(layout, None, **fp8)

@@ -50,7 +50,7 @@ SMS = 132
 _BLOCKS = (BLOCK_M, BLOCK_N, BLOCK_K, HOPPER_TILE.group_m)
 LANGUAGE = SimpleNamespace(
     cdiv=lambda a, b: -(-a // b), where=lambda condition, a, b: a if condition else b, minimum=min, static_range=range,
-    load=lambda *args, **kwargs: Word(), num_programs=lambda axis: SMS, cast=lambda value, dtype: value, int32=None,
+    load=lambda *args, **kwargs: Word(), num_programs=lambda axis: SMS, cast=lambda value, dtype: value, int32=None, int64=None,
 )  # fmt: skip
 NOTHING = dict.fromkeys(("wait_signal", "fence_for_tma", "next_word", "stores_are_written", "mbarrier"), Nothing())
 NUMBERS = dict(gl=LANGUAGE, tl=LANGUAGE, NO_TILE=-1, PARTS=2, WARPS=4, WHOLE=-1)
@@ -77,7 +77,7 @@ for _module, _names in _ORDER.items():
         ORDER[_name] = python_of(getattr(_module, _name), **ORDER)
 _COUNTS = ("gathered_units", "received_chunks")
 _COUNTING = SimpleNamespace(
-    **vars(LANGUAGE) | {"load": lambda words: Word(words[-1]), "maximum": lambda a, b: Word(max(a, b)), "int64": None}
+    **vars(LANGUAGE) | {"load": lambda words: Word(words[-1]), "maximum": lambda a, b: Word(max(a, b))}
 )
 ORDER["signal_word"] = lambda source, chunk: source * MAX_CHUNKS + chunk
 
@@ -409,9 +409,34 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
     for part in range(2):
         put.clear()
         python_of(gather.multiply_tiles, **names, **ORDER)(
-            *[None] * 7, p.sizes, (), part, world, local, p.chunks, *_BLOCKS, 4, True, 0,
+            *[None] * 7, rank, p.sizes, (), part, world, local, p.chunks, *_BLOCKS, 4, True, 0,
         )  # fmt: skip
         assert put == [list(range(tile.halves)) for tile in tiles]
     python_of(gather.store_tiles, **names, **ORDER)(
         None, None, y, rank, p.sizes, world, local, p.chunks, BLOCK_M, BLOCK_N, HOPPER_TILE.group_m
     )
+
+
+def scales_of_tiles(p: Product, scatters: bool, bases: tuple[int, ...]) -> list[tuple[Tile, int, tuple[int, ...]]]:
+    """Of each tile and strip where its scales of blocks lie (scales_of_strip). bases: `scales`, as a kernel has it."""
+    loads = run_scatter(p, direct=False, exchange=False).loads if scatters else run_gather(p, exchange=False)[0]
+    found: list[tuple[Tile, int, tuple[int, ...]]] = []
+
+    def half_product(panels: object, step: int, half: object, steps: int, at: Any, part: int, *_: int) -> Any:
+        found.append((loads.tiles[len(found) % len(loads.tiles)], part, at))
+        return 0, step
+
+    names: dict[str, Any] = dict(
+        half_product=half_product, whole_product=lambda panels, step, b, *rest: (0, *half_product(panels, step, *rest)),
+        add_half=lambda panels, step, values, *_: (values, step), plus_bias=lambda values, *_: values,
+        add_halves=lambda panels, step, left, right, *_: (left, right, step), next_tile=loads.next_tile, put_quarter=Nothing(),
+        scales_of_strip=python_of(scaled.scales_of_strip), scale_of_product=Nothing(), range=range, gl=loads.language,
+    )  # fmt: skip
+    run, kernel = units_in_run(Kind.GEMM_RS, p.world, p.chunks, False, True), gather.multiply_tiles
+    switches, blocks = (p.world, p.world, p.chunks), (*_BLOCKS, 4, True, scaled.BLOCKS.value)
+    if scatters:
+        kernel, switches, blocks = scatter._multiply, (*switches, run, False, True), (*blocks[:-1], 1, blocks[-1])
+    for part in range(2):
+        nothing = [None] * (8 if scatters else 7)
+        python_of(kernel, **names, **ORDER)(*nothing, p.rank, p.sizes, bases, part, *switches, *blocks)
+    return found

@@ -97,8 +97,9 @@ def compiled_kernel(
         WORLD=4, CHUNKS=2, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=HOPPER_TILE.group_m,
         STAGES=STAGES, B_IS_NK=b_is_nk, SCALING=0, num_warps=LAUNCH["num_warps"],
     ) | switches  # fmt: skip
-    if not constants["SCALING"]:
-        constants |= dict.fromkeys(name for name in kernel.arg_names if "scale" in name)
+    if constants["SCALING"] != 3:  # of blocks
+        unused = "gathered_scale" if constants["SCALING"] else "scale"
+        constants |= dict.fromkeys(name for name in kernel.arg_names if unused in name)
     depth, half_n = constants["BLOCK_K"], constants["BLOCK_N"] // 2
     constants = {"LOCAL": constants["WORLD"]} | constants | ({} if bias else {"bias_ptr": None})
     constants |= {} if numbers else {"numbers_ptr": None}
@@ -132,16 +133,15 @@ def compiled_kernel(
         "limit": "i64",
         "tag": "i64",
     }
-    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32") | dict.fromkeys(
-        ("x_ptr", "a_ptr", "y_ptr"), "*bf16"
-    )
-    types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32") | {"tokens_ptr": "*i64"}
+    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr", "gathered_scale_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "a_ptr", "y_ptr"), "*bf16") | {"tokens_ptr": "*i64"}
+    types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     values = {
         (i,): constants[name] for i, name in enumerate(names) if name in constants
     }  # in one order: it is in the hash
-    whole = ("n", "k")  # m_shard is not specialised: rows are any number
+    whole = ("n", "k", "pitch")  # m_shard is not specialised: rows are any number
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)

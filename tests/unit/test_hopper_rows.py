@@ -14,7 +14,7 @@ from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Unit, sources, units_in_run
 from overlap_train.select.tiles import HOPPER_TILE, count_waves
 from tests.tile_orders import Strips, strip_order
-from tests.unit.hopper_model import ORDER, SMS, Product, Stored, run_gather, run_scatter
+from tests.unit.hopper_model import ORDER, SMS, Product, Stored, run_gather, run_scatter, scales_of_tiles
 
 pytestmark = pytest.mark.slow
 
@@ -272,3 +272,22 @@ def test_a_kernel_that_leaves_takes_what_is_here_and_the_next_one_goes_on(
     blocks = [0] if exchange else range(world)
     for block in blocks:
         check(y if exchange else part_of(y, block, chunks), 0 if exchange or block == rank else block * m_shard)
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize(("world", "rank"), RANKS)
+@pytest.mark.parametrize(("m_shard", "chunks"), ROWS)
+def test_a_strips_scales_of_blocks_are_those_of_its_rows_and_columns(
+    m_shard: int, chunks: int, world: int, rank: int, scatters: bool
+) -> None:
+    """Of rows that are loaded, none beyond the chunk, and of columns that b has: 384 are three squares in two tiles."""
+    p, own, right, gathered, pitch = Product(world, rank, chunks, m_shard, 384, k=640), 10**9, 2 * 10**9, 3 * 10**9, 172
+    m, panels = world * m_shard, 8  # so many of 5 a row of b's scales has room for
+    bases = (own, right) if scatters else (own, right, gathered, pitch)
+    for tile, part, (a_ptr, last, a_row, a_step, b_ptr, to_right) in scales_of_tiles(p, scatters, bases):
+        assert (a_row, a_step) == ((1, m) if scatters else (pitch, 1))
+        assert a_ptr == (gathered if tile.descs[part] == "arrived" else own) + tile.a_rows[part] * a_row
+        chunk_end = -(-(tile.a_rows[part] + min(last, 0) + 1) // (m_shard // chunks)) * (m_shard // chunks)
+        assert tile.a_rows[part] + last == chunk_end - 1
+        assert b_ptr == right + tile.b_col // 128 * panels
+        assert to_right == (panels if tile.b_col + 128 < p.n else 0)
