@@ -109,6 +109,8 @@ def test_a_last_wave_of_half_tiles_is_exact(case: Case, operator: str) -> None:
         pytest.skip("on this GPU the last wave is not cut")
     for seed in range(3):
         OPERATORS[operator](case, (1088, 1), 264, 2040, seed=seed, bias=seed > 0)
+        if operator == "row":  # whose sums are sent on, by rows of all ranks
+            ALL_REDUCING[operator](case, (1088 * case.world, 1), 264, 2040, seed=seed, bias=seed > 0)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
