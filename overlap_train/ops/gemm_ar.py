@@ -3,8 +3,8 @@
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
 In a forward pass nothing is in between. There the rows go in two halves where the estimate says that it pays, in one operator:
-sums of the first travel under the product of the second. Few rows take one shot: each rank sends its partial sums to all, as
-flagged words, and adds what it has got in a fixed order. Either way the ranks have the same bits, on every run.
+sums of the first travel under the product of the second. Few rows take one shot: in one kernel each rank sends its partial sums to
+all, as flagged words, and adds those of all in rank order. Either way the ranks have the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def all_reduced(
         with scope:
             partial = torch.mm(a_mk, b_kn)
             meanwhile()
-            partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
-            total = partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32)
-            return (total if bias is None else total.add_(bias)).to(partial.dtype)
+            return low_latency.all_reduce(domain, tag, partial, plan.fprop.sm_margin, bias)
     if plan.halves and not in_backward:
         return _in_halves(op, a_mk, b_kn, bias)
     missing = -rows % domain.world_size
