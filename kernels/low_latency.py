@@ -104,9 +104,7 @@ def narrowed(first, second, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_sum(
-    y_ptr, bias_ptr, places, first, second, size, n, PER_WORD: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
+def store_sum(y_ptr, bias_ptr, places, first, second, size, n, PER_WORD: tl.constexpr, DTYPE: tl.constexpr):
     """y = sums + bias [n], if that is not None, rounded once. first, second: elements of the words at `places`, in fp32."""
     if bias_ptr is not None:
         EACH: tl.constexpr = 1 if DTYPE == tl.float32 else 2  # elements of a word

@@ -99,10 +99,7 @@ PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
     },
 }
 # It walks its peers in a loop, which compilers leave out where there is none.
-WAITS_IN_A_LOOP = (
-    "hopper_all_to_all_gemm_kernel",
-    *(name for name, proofs in PROOFS.items() if proofs == FLAGGED),
-)
+WAITS_IN_A_LOOP = ("hopper_all_to_all_gemm_kernel", *(name for name, proofs in PROOFS.items() if proofs == FLAGGED))
 
 
 def missing(ptx: str, name: str, constants: Mapping[str, Any]) -> tuple[str, ...] | None:

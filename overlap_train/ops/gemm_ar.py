@@ -3,8 +3,8 @@
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
 In a forward pass nothing is in between. There the rows go in two halves where the estimate says that it pays, in one operator:
-sums of the first travel under the product of the second. Few rows take one shot: in one kernel each rank sends its partial sums to
-all, as flagged words, and adds those of all in rank order. Either way the ranks have the same bits, on every run.
+sums of the first travel under the product of the second. Few rows take one shot: one kernel sends a rank's partial sums to all,
+as flagged words, and adds those of all in rank order. Either way the ranks have the same bits, on every run.
 """
 
 from __future__ import annotations
