@@ -1,8 +1,9 @@
-"""Gather and reduce-scatter of few rows, each in one kernel, by words that carry their own flag (flagged_words.py).
+"""Gather, reduce-scatter and all-reduce of few rows, each in one kernel, by words that carry their own flag (flagged_words.py).
 
     low_latency_gather_kernel     own [M/W, K] -> every peer; gathered [M, K] = own and the peers' rows, for a library GEMM
     low_latency_scatter_kernel    partial [W, M/W, N] of a library GEMM -> y [M/W, N] = own rows + the peers' in rank order
                                   + bias [N], if there is one
+    low_latency_all_reduce_kernel partial [M, N] of a library GEMM -> every peer; y [M, N] = all ranks' in rank order + bias [N]
 
     words [W, block] at each rank     block s is written by rank s; a block has a word for every 4 bytes
 
@@ -37,6 +38,28 @@ def peer_block(words_at_ptr, peer, rank, block_words):
     return tl.load(words_at_ptr + peer).to(tl.pointer_type(tl.int64)) + tl.cast(rank, tl.int64) * block_words
 
 
+@triton.jit
+def send_to_all(
+    own_ptr, kept_ptr, size, words_at_ptr, flag, expected, rank, outgoing_at_ptr, sent_ptr,
+    WORLD: tl.constexpr, PER_WORD: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """Store the own block, of `size` units, at every peer, and at kept_ptr, if that is not None."""
+    block_words = tl.cdiv(size, PER_WORD)
+    parts = tl.cdiv(block_words, BLOCK)
+    part = claim(sent_ptr).to(tl.int32)
+    while part < parts:
+        if part == 0:
+            tell_call(outgoing_at_ptr, expected, rank, WORLD)
+        places = part * BLOCK + tl.arange(0, BLOCK)
+        payload = load_payload(own_ptr, places, size, PER_WORD)
+        for step in tl.static_range(1, WORLD):
+            block_ptr = peer_block(words_at_ptr, (rank + step) % WORLD, rank, block_words)
+            store_words(block_ptr, places, payload, flag, places < block_words, TIMED)
+        if kept_ptr is not None:
+            store_payload(kept_ptr, places, payload, size, PER_WORD)
+        part = claim(sent_ptr).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def low_latency_gather_kernel(
     own_ptr, gathered_ptr, words_ptr, words_at_ptr, size,
@@ -48,21 +71,11 @@ def low_latency_gather_kernel(
     flag = flag_of(expected)
     block_words = tl.cdiv(size, PER_WORD)
     parts = tl.cdiv(block_words, BLOCK)
-    lane = tl.arange(0, BLOCK)
-    part = claim(sent_ptr).to(tl.int32)
-    while part < parts:
-        if part == 0:
-            tell_call(outgoing_at_ptr, expected, rank, WORLD)
-        places = part * BLOCK + lane
-        payload = load_payload(own_ptr, places, size, PER_WORD)
-        for step in tl.static_range(1, WORLD):
-            block_ptr = peer_block(words_at_ptr, (rank + step) % WORLD, rank, block_words)
-            store_words(block_ptr, places, payload, flag, places < block_words, TIMED)
-        store_payload(gathered_ptr + tl.cast(rank, tl.int64) * size, places, payload, size, PER_WORD)
-        part = claim(sent_ptr).to(tl.int32)
+    send_to_all(own_ptr, gathered_ptr + tl.cast(rank, tl.int64) * size, size, words_at_ptr, flag, expected, rank,
+                outgoing_at_ptr, sent_ptr, WORLD, PER_WORD, BLOCK, TIMED)  # fmt: skip
     for index in range(tl.program_id(0), parts * (WORLD - 1), tl.num_programs(0)):
         source = (rank + WORLD - 1 - index % (WORLD - 1)) % WORLD
-        places = index // (WORLD - 1) * BLOCK + lane
+        places = index // (WORLD - 1) * BLOCK + tl.arange(0, BLOCK)
         payload = receive_words(words_ptr + tl.cast(source, tl.int64) * block_words, places, places < block_words, flag,
                                 source, signals_ptr, expected, abort_ptr, record_ptr, limit, TIMED)  # fmt: skip
         store_payload(gathered_ptr + tl.cast(source, tl.int64) * size, places, payload, size, PER_WORD)
@@ -88,6 +101,16 @@ def narrowed(first, second, DTYPE: tl.constexpr):
     else:
         low = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return low | (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def store_sum(y_ptr, bias_ptr, places, first, second, size, n, PER_WORD: tl.constexpr, DTYPE: tl.constexpr):
+    """y = sums + bias [n], if that is not None, rounded once. first, second: elements of the words at `places`, in fp32."""
+    if bias_ptr is not None:
+        EACH: tl.constexpr = 1 if DTYPE == tl.float32 else 2  # elements of a word
+        first += tl.load(bias_ptr + EACH * places % n).to(tl.float32)
+        second += tl.load(bias_ptr + (EACH * places + EACH - 1) % n).to(tl.float32)
+    store_payload(y_ptr, places, narrowed(first, second, DTYPE), size, PER_WORD)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -123,9 +146,34 @@ def low_latency_scatter_kernel(
                                         abort_ptr, record_ptr, limit, TIMED)  # fmt: skip
                 more, more_too = widened(payload, DTYPE)
                 first, second = first + more, second + more_too
-        if bias_ptr is not None:
-            EACH: tl.constexpr = 1 if DTYPE == tl.float32 else 2  # elements of a word
-            first += tl.load(bias_ptr + EACH * places % n).to(tl.float32)
-            second += tl.load(bias_ptr + (EACH * places + EACH - 1) % n).to(tl.float32)
-        store_payload(y_ptr, places, narrowed(first, second, DTYPE), size, PER_WORD)
+        store_sum(y_ptr, bias_ptr, places, first, second, size, n, PER_WORD, DTYPE)
+    finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
+def low_latency_all_reduce_kernel(
+    partial_ptr, bias_ptr, y_ptr, words_ptr, words_at_ptr, size, n,
+    rank, signals_ptr, epoch_ptr, outgoing_at_ptr, sent_ptr, left_ptr, abort_ptr, record_ptr, tag, limit,
+    WORLD: tl.constexpr, PER_WORD: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+):  # fmt: skip
+    """size: units of the whole partial. bias [n]: as above. Rank 0's comes first at every rank, so all have the same bits."""
+    expected = next_word(tl.load(epoch_ptr), tag)
+    flag = flag_of(expected)
+    block_words = tl.cdiv(size, PER_WORD)
+    send_to_all(partial_ptr, None, size, words_at_ptr, flag, expected, rank,
+                outgoing_at_ptr, sent_ptr, WORLD, PER_WORD, BLOCK, TIMED)  # fmt: skip
+    for part in range(tl.program_id(0), tl.cdiv(block_words, BLOCK), tl.num_programs(0)):
+        places = part * BLOCK + tl.arange(0, BLOCK)
+        first = tl.zeros((BLOCK,), tl.float32)
+        second = first
+        for source in range(WORLD):
+            if source == rank:
+                payload = load_payload(partial_ptr, places, size, PER_WORD)
+            else:
+                from_ptr = words_ptr + tl.cast(source, tl.int64) * block_words
+                payload = receive_words(from_ptr, places, places < block_words, flag, source, signals_ptr, expected,
+                                        abort_ptr, record_ptr, limit, TIMED)  # fmt: skip
+            more, more_too = widened(payload, DTYPE)
+            first, second = first + more, second + more_too
+        store_sum(y_ptr, bias_ptr, places, first, second, size, n, PER_WORD, DTYPE)
     finalize_epoch(left_ptr, epoch_ptr, expected, WORLD)

@@ -46,7 +46,9 @@ def layer_of(model: str, method: str, world: int) -> Any:
     model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
     spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=True)
-    layer = spec.submodules.mlp(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups(), is_mtp_layer=False)
+    layer = spec.submodules.mlp(
+        config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups(), is_mtp_layer=False
+    )
     layer.set_layer_number(1)
     layer.cuda().bfloat16()
     for weight in layer.parameters():

@@ -53,7 +53,7 @@ class NotedCalls(CollectiveCalls):
     """A table of words (signals.py): row n % _NOTED has the n-th call of each rank, in its own column. Nobody waits.
 
     A rank that comes to a call first sees an older word of the other there. `look`, which a thread of FaultRecord calls, compares
-    these calls later. Words of ranks of other machines stay 0, an epoch that no call has.
+    these calls later. Words of ranks of other machines stay 0, an epoch that no call has. Errors know the tags of planned calls.
     """
 
     def __init__(self, table: torch.Tensor, rank: int, world_size: int, fault: FaultRecord) -> None:
@@ -62,7 +62,6 @@ class NotedCalls(CollectiveCalls):
         self._words = memoryview(table.view(torch.int64).numpy())  # a word in 40 ns; of an array in 100
 
     def enter(self, tag: Tag) -> None:
-        self._fault.register(tag)
         self._word = word = next_word(self._word, tag)
         row = epoch_of(word) % _NOTED * self._world
         self._words[row + self._rank] = word

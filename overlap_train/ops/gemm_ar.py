@@ -3,8 +3,8 @@
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
 In a forward pass nothing is in between. There `fused` sends each chunk of sums on as soon as it is stored, under the product of
-the next one. Few rows take one shot: each rank sends its partial sums to all, as flagged words, and adds what it has got in a
-fixed order. Either way the ranks have the same bits, on every run.
+the next one. Few rows take one shot: one kernel sends a rank's partial sums to all, as flagged words, and adds those of all in
+rank order. Either way the ranks have the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def all_reduced(
         with scope:
             partial = torch.mm(a_mk, b_kn)
             meanwhile()
-            partials = low_latency.gather(domain, tag, partial, plan.fprop.sm_margin)
-            total = partials.view(domain.world_size, *partial.shape).sum(0, dtype=torch.float32)
-            return (total if bias is None else total.add_(bias)).to(partial.dtype)
+            return low_latency.all_reduce(domain, tag, partial, plan.fprop.sm_margin, bias)
     missing = -rows % domain.world_size
     a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
     if plan.fprop.shares:

@@ -22,6 +22,7 @@ from ..group.signals import Tag
 from ..group.slots import Call, Slot
 from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
+from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
 from .gemm_ar import sums_sent_on
 from .plan import EnginePlan, Plan
@@ -105,7 +106,8 @@ def _passes(plan: Plan, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[Engi
         yield plan.fprop, w.t()
     if wants_dx and (plan.gather is None or in_backward):
         yield plan.dgrad if w.requires_grad else plan.dgrad_alone, w
-    if plan.gather is not None and (wants_dx or not in_backward) and not plan.fprop.shares:
+    goes_on = plan.fprop.shares or plan.one_shot  # as sums, or partial sums, of the pass itself
+    if plan.gather is not None and not goes_on and (wants_dx or not in_backward):
         yield plan.gather, (w if in_backward else w.t()).t()
     if plan.wgrad is not None and torch.is_grad_enabled() and w.requires_grad:
         yield plan.wgrad, w.t()
@@ -120,7 +122,9 @@ def _rehearse(
     multiplies = engine not in (plan.wgrad, plan.gather)
     is_read = engine is not plan.fprop or plan.wgrad is None  # what is received, for a weight gradient
     right, sent = _operands(plan, engine, b_kn, mine if kind.gathers else rows, ranks)
-    if kind.sums_blocks:
+    if plan.one_shot:
+        low_latency.all_reduce(domain, _TAG, b_kn.new_empty(rows, n), engine.sm_margin, bias)
+    elif kind.sums_blocks:
         blocks = engine.start(domain, _TAG, b_kn.new_empty(ranks, mine, k // ranks))
         if multiplies:
             blocks.matmul(b_kn, b_kn.new_empty(mine, n))

@@ -82,12 +82,13 @@ class Reach:
         return self._with_gather(self.estimate(pass_, how, system), pass_, how, system)
 
     def _with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
-        """NCCL does both in one call. Words go on as words, or have sent all partial sums before. All others are copies."""
+        """NCCL does both in one call. Words go on as words, or more of them leave in place of the scatter's. All others are
+        copies."""
         received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
             calls, us = 0, nccl_us
         elif how.name == "low_latency" and sends_at_once(received, pass_.world):
-            calls, us = 3, 2 * (pass_.world - 1) * pass_.sent_bytes / (system.store_gbs * 1e3) + 2 * system.gap_us
+            calls, us = 0, 2 * (pass_.world - 1) * pass_.sent_bytes / (system.store_gbs * 1e3)
         elif how.name == "low_latency":
             calls, us = _CALLS["low_latency"], _words_us(pass_, system)
         else:

@@ -47,6 +47,16 @@ def accesses(
     return lambda: mock.patch.object(Scheduler, "fault", staticmethod(fault))
 
 
+def words(change: Callable[[tuple], tuple]) -> Plant:
+    """Change the words with flags that kernels store."""
+
+    def fault(name: str, access: MemoryAccess, args: tuple) -> object:
+        stores = access.kind == "store" and access.size == 8 and not access.is_word  # epochs are stored alone
+        return (change(args), None) if stores else None
+
+    return lambda: mock.patch.object(Scheduler, "fault", staticmethod(fault))
+
+
 def _handle(like: Any, values: list[int]) -> Any:
     data = np.array(values, dtype=like.data.dtype).reshape(like.data.shape)
     return interpreter.TensorHandle(data, like.dtype)

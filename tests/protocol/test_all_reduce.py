@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -113,6 +114,17 @@ def _gradients(rank: int, world: int) -> None:
 
 def test_only_gradients_that_are_wanted_are_made() -> None:
     values(run_ranks(2, _gradients))
+
+
+def _tangents(rank: int, world: int) -> None:
+    """Refused as in autograd, also where forward runs without it."""
+    case, ones = _case("collective"), torch.ones(4, 8)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        linear_all_reduce(forward_ad.make_dual(ones, ones), ones, group=case.group, config=case.config)
+
+
+def test_tangents_are_refused_without_gradients() -> None:
+    values(run_ranks(2, _tangents))
 
 
 def _forward_alone(rank: int, world: int) -> None:

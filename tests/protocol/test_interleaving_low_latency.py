@@ -5,23 +5,31 @@ Stores of words are torn on purpose: some of a part arrive before the others (in
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("greenlet")
 
-from tests.protocol.explore import Build, assert_passes
+from tests.protocol import planted as hook
+from tests.protocol.explore import Build, assert_caught, assert_passes
 from tests.protocol.interleaving import Scheduler
-from tests.protocol.operator_problems import gathers, integers, scatters, tag_of
+from tests.protocol.operator_problems import all_reduces, gathers, integers, scatters, tag_of
+from tests.protocol.planted import Plant
 from tests.protocol.simulated_ranks import TILE, SimulatedDomain, Simulation, core
 from tests.protocol.test_interleaving_linear import mlp
 from tests.protocol.test_interleaving_shared_slot import gather_and_barrier
 
 METHOD, CALLS, EPOCH = "low_latency", "ops.low_latency", 1 << 32
-by_words: dict[str, Callable[..., Build]] = {"gather": partial(gathers, METHOD), "scatter": partial(scatters, METHOD)}
+by_words: dict[str, Callable[..., Build]] = {
+    "gather": partial(gathers, METHOD),
+    "scatter": partial(scatters, METHOD),
+    "all-reduce": all_reduces,
+}
 operators = pytest.mark.parametrize("operator", by_words)
 
 
@@ -52,10 +60,9 @@ def test_both_linears_pass_forward_and_backward(gathered_input: str) -> None:
 @pytest.mark.parametrize("other", ["direct", "fused", "chunked"])
 def test_methods_take_turns_on_one_slot(operator: str, other: str) -> None:
     assert_passes(by_words[operator](Simulation(2), calls=2, before=gather_and_barrier(other)), range(2))
-    problem = {"gather": gathers, "scatter": scatters}[operator](
-        other, Simulation(2), calls=2, before=gather_and_barrier(METHOD)
-    )
-    assert_passes(problem, range(2))
+    problem = {"gather": gathers, "scatter": scatters}.get(operator)  # only words all-reduce in one call
+    if problem is not None:
+        assert_passes(problem(other, Simulation(2), calls=2, before=gather_and_barrier(METHOD)), range(2))
 
 
 def lengths(rows: tuple[int, ...]) -> Build:
@@ -112,29 +119,77 @@ def from_epoch(operator: str, epoch: int) -> Build:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("columns", [7, 6])
-def test_the_sum_is_that_of_rank_order_to_the_bit(dtype: torch.dtype, columns: int) -> None:
-    """In fp32, own rows first, rounded once. 3 x 7 numbers: blocks of 16 bits end, and begin, within a word. (The interpreter
-    does not round to bf16 as GPUs do.)"""
+def test_a_scatter_adds_own_rows_first_then_in_rank_order(dtype: torch.dtype, columns: int) -> None:
+    """In fp32, rounded once, to the bit. 3 x 7 numbers: blocks of 16 bits end, and begin, within a word. (The interpreter does
+    not round to bf16 as GPUs do.)"""
     world, rows = 4, 3
-    partials = torch.randn(world, world * rows, columns, generator=torch.Generator().manual_seed(5)).to(dtype)
+    partials = random_partials(world, world * rows, columns, dtype)
+    results = of_each_rank(partials, lambda *told: core(CALLS).scatter(*told, sm_margin=0))
+    for rank, result in enumerate(results):
+        mine = partials[:, rank * rows : (rank + 1) * rows]
+        others = [mine[source] for source in range(world) if source != rank]
+        assert torch.equal(result, added([mine[rank], *others])), f"rank {rank}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("world", "rows", "columns"), [(1, 3, 7), (2, 1, 1), (3, 3, 7), (4, 3, 6), (4, 5, 13)])
+def test_an_all_reduce_adds_in_rank_order_at_every_rank(
+    world: int, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    """Likewise; then the bias."""
+    partials = random_partials(world, rows, columns, dtype)
+    bias = random_partials(1, 1, columns, dtype)[0, 0]
+    for added_too in (None, bias):
+        right = added([*partials], added_too)
+        results = of_each_rank(partials, lambda *told, b=added_too: core(CALLS).all_reduce(*told, sm_margin=0, bias=b))
+        assert all(torch.equal(result, right) for result in results)
+
+
+def random_partials(world: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(world, rows, columns, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def added(blocks: list[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """In fp32 one after the other, then the bias; rounded once."""
+    total = blocks[0].float()
+    for block in blocks[1:] if bias is None else [*blocks[1:], bias]:
+        total = total + block
+    return total.to(blocks[0].dtype)
+
+
+def of_each_rank(partials: torch.Tensor, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """What call(domain, tag, partial) returns at each rank, under one schedule."""
+    results: dict[int, torch.Tensor] = {}
 
     def build(scheduler: Scheduler) -> Callable[[], None]:
-        results: dict[int, torch.Tensor] = {}
-
         def host(domain: SimulatedDomain) -> None:
             with domain.operator(tag_of("sum"), slots=1):
-                results[domain.rank] = core(CALLS).scatter(domain, tag_of("sum"), partials[domain.rank], sm_margin=0)
+                results[domain.rank] = call(domain, tag_of("sum"), partials[domain.rank])
 
-        Simulation(world, ctas=1).spawn_hosts(scheduler, host)
-
-        def check() -> None:
-            for rank in range(world):
-                mine = partials[:, rank * rows : (rank + 1) * rows].float()
-                total = mine[rank].clone()
-                for source in range(world):
-                    total = total if source == rank else total + mine[source]
-                assert torch.equal(results[rank], total.to(dtype)), f"rank {rank}"
-
-        return check
+        Simulation(len(partials), ctas=1).spawn_hosts(scheduler, host)
+        return lambda: None
 
     assert_passes(build, range(1))
+    return [results[rank] for rank in range(len(partials))]
+
+
+def one_flag_for_all_calls() -> Plant:
+    return lambda: mock.patch.object(core("kernels.low_latency"), "flag_of", lambda signal: (signal | -1) << 63)
+
+
+WRONG, STOPS = "wrong result", "deadlock|TimeoutError"
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "words of any call are taken": (one_flag_for_all_calls(), WRONG),
+    "words are left out": (hook.words(hook.masked), STOPS),
+    "words have the flag of the call before": (hook.words(hook.value(lambda word: word - EPOCH)), f"{WRONG}|{STOPS}"),
+    "words have other data": (hook.words(hook.value(lambda word: word ^ (1 << 22))), WRONG),
+    "words lie beside their place": (hook.words(hook.moved(1)), f"{WRONG}|{STOPS}"),
+}
+
+
+@operators
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(operator: str, fault: str) -> None:
+    plant, report = FAULTS[fault]
+    with plant():
+        assert re.search(report, str(assert_caught(by_words[operator](Simulation(2)), range(30))))

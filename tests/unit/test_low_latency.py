@@ -111,17 +111,20 @@ def test_flagged_words_lie_behind_the_blocks() -> None:
 @pytest.mark.parametrize("world", [2, 8])
 @pytest.mark.parametrize(
     ("kernel", "bias"),
-    [("low_latency_gather_kernel", False), ("low_latency_scatter_kernel", False), ("low_latency_scatter_kernel", True)],
+    [
+        ("low_latency_gather_kernel", False),
+        *[(f"low_latency_{what}_kernel", bias) for what in ("scatter", "all_reduce") for bias in (False, True)],
+    ],
 )
 def test_each_word_is_one_access_beside_that_of_the_next_thread(
     compiling: ProcessPoolExecutor, kernel: str, bias: bool, world: int, per_word: int
 ) -> None:
     """8 words a thread. Adjacent threads have adjacent words: what a warp stores leaves as one packet of 256 bytes."""
     constants = dict(WORLD=world, PER_WORD=per_word, BLOCK=1024, TIMED=True)
-    constants |= {"DTYPE": "bfloat16"} if "scatter" in kernel else {}  # type: ignore[dict-item]
+    constants |= {} if "gather" in kernel else {"DTYPE": "bfloat16"}  # type: ignore[dict-item]
     ptx = compiling.submit(hopper_ptx.compiled_portable, "low_latency", kernel, bias=bias, **constants).result(120)
     assert missing(ptx, kernel, constants) is None
-    assert len(re.findall(WORD_STORED, ptx)) == 8 * (world - 1 if "gather" in kernel else 1)
+    assert len(re.findall(WORD_STORED, ptx)) == 8 * (1 if "scatter" in kernel else world - 1)
     assert len(re.findall(r"@%p\d+ ld\.volatile\.global\.b64", ptx)) == 8 and "ld.volatile.global.v" not in ptx
     used = compiling.submit(hopper_ptx.resources, ptx).result(120)
     assert "0 bytes spill stores" in used and int(re.findall(r"Used (\d+) registers", used)[0]) <= 128

@@ -43,6 +43,7 @@ PORTABLE = {
     "gemm_reduce_scatter_kernel": ("gemm_reduce_scatter", TILES | {"EXCHANGE": False}),
     "low_latency_gather_kernel": ("low_latency", FEW_ROWS),
     "low_latency_scatter_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
+    "low_latency_all_reduce_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
 }
 PLAIN: dict[str, bool] = {}
 DEFERRED = {"DIRECT": False, "REDUCE": False}
@@ -56,6 +57,7 @@ CASES = [
     ("barrier_kernel", PLAIN, (SIGNAL, ACQUIRE)),
     ("low_latency_gather_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
     ("low_latency_scatter_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
+    ("low_latency_all_reduce_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
     ("all_gather_gemm_kernel", PLAIN, (ACQUIRE,)),
     ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
