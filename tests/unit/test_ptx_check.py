@@ -167,10 +167,18 @@ def test_every_kernel_has_an_entry() -> None:
         "gemm_reduce_scatter",
         "low_latency",
         "quantize",
+        "sum_of_tokens",
     )
     modules = [importlib.import_module(f"overlap_train.kernels.{file}") for file in (*files, "signal")]
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    of_hopper = ("all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter", "grouped_wgrad")
+    of_hopper = (
+        "all_gather_gemm",
+        "all_to_all_gemm",
+        "gemm_reduce_scatter",
+        "grouped_wgrad",
+        "dispatch_gemm",
+        "gemm_combine",
+    )
     hopper = {f"hopper_{name}_kernel" for name in of_hopper}
     assert names | hopper == set(PROOFS)
 
