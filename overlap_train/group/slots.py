@@ -144,7 +144,7 @@ class Call:
 
         next_epoch()                     advances the slot's epoch by `tag` and resets its counters, before copies send anything
         wait(first, count=1)             for the blocks of `count` ranks from rank `first` on; the own one counts as here
-        wait_chunk(first, chunk, count=1)     the same for one chunk of each
+        wait_chunk(first, chunk, count=1, chunks=1)     the same for one chunk of each, or for so many from that one on
         wait_for_all()                   for the blocks of all other ranks
         receive(own)                     copies own [block shape], contiguous, into this rank's block, and waits for all others
         barrier()                        advances the epoch, signals every peer, and waits for the same from each

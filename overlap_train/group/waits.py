@@ -26,21 +26,19 @@ class BoundedWaits:
         self._fault, self.abort, self.register = fault, fault.abort, fault.register
         on_host = launcher is None
         self.wait: Callable[..., None] = self.on_host if on_host else self.on_stream
-        self.wait_chunk: Callable[..., None] = self.chunk_on_host if on_host else self.chunk_on_stream
+        self.wait_chunk: Callable[..., None] = self.chunks_on_host if on_host else self.chunks_on_stream
         self.receive: Callable[..., None] = self.receive_on_host if on_host else self.receive_on_stream
         self.barrier: Callable[..., None] = self.barrier_on_host if on_host else self.barrier_on_stream
         self.next_epoch: Callable[..., None] = next_epoch_on_host if on_host else next_epoch_on_stream
 
     def on_host(self, call: Call, first: int, count: int = 1) -> None:
-        for chunk in range(call.chunks):
+        self.chunks_on_host(call, first, 0, count, call.chunks)
+
+    def chunks_on_host(self, call: Call, first: int, chunk: int, count: int = 1, chunks: int = 1) -> None:
+        for number in range(chunk, chunk + chunks):
             for source in range(first, first + count):
                 if source != self.rank:
-                    self._wait_for_word(call, source, chunk)
-
-    def chunk_on_host(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
-        for source in range(first, first + count):
-            if source != self.rank:
-                self._wait_for_word(call, source, chunk)
+                    self._wait_for_word(call, source, number)
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
@@ -57,21 +55,21 @@ class BoundedWaits:
         next_epoch_on_host(call)
         for peer in call.peers:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
-        self.chunk_on_host(call, 0, 0, self.world_size)
+        self.chunks_on_host(call, 0, 0, self.world_size)
 
     def on_stream(self, call: Call, first: int, count: int = 1) -> None:
         call.launches.run(("wait", first, count), (), self._wait_launch, call, first, count)
 
-    def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
-        key = ("wait for a chunk", first, chunk, count)
-        call.launches.run(key, (), self._wait_launch, call, first, count, chunk)
+    def chunks_on_stream(self, call: Call, first: int, chunk: int, count: int = 1, chunks: int = 1) -> None:
+        key = ("wait for chunks", first, chunk, count, chunks)
+        call.launches.run(key, (), self._wait_launch, call, first, count, chunk, chunks)
 
-    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
-        """The Launch of a wait. chunk: for only that one of each block; None: all."""
+    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None, chunks: int = 1) -> Launch:
+        """The Launch of a wait. chunk: for so many chunks of each block from that one on; None: for all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 
         arguments = self._arguments(call, first, chunk) | dict(first=first, count=count, first_chunk=chunk or 0)
-        constants = dict(CHUNKS=call.chunks if chunk is None else 1, TIMED=True, BLOCK=1024, num_warps=1)
+        constants = dict(CHUNKS=call.chunks if chunk is None else chunks, TIMED=True, BLOCK=1024, num_warps=1)
         return Launch(wait_kernel, (1,), arguments, constants)
 
     def receive_on_stream(self, call: Call, own: torch.Tensor) -> None:

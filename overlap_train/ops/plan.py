@@ -28,6 +28,7 @@ from ..select.tiles import (
     PORTABLE,
     TileConfig,
     chunks_of,
+    chunks_of_sums,
     on_hopper,
     portable_tile,
     tma_reads_weight,
@@ -287,9 +288,9 @@ def _all_reducing(
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
     shares = in_forward and choice.method == "fused" and topology.nodes == 1
-    plan = replace(
-        planner.plan(choice.by(split_reduction=False) if shares else choice, pass_, x.device, w), shares=shares
-    )
+    if shares:
+        choice = choice.by(split_reduction=False, chunks=chunks_of_sums(pass_, x.device))
+    plan = replace(planner.plan(choice, pass_, x.device, w), shares=shares)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
     world, received = topology.world, spec.slot_bytes(x, w, topology.world)
     words = flagged_bytes(received * world, world)

@@ -20,7 +20,7 @@ import torch
 
 from .method import Method, Pass, sends_at_once
 from .system import System
-from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
+from .tiles import HOPPER_TILE, chunks_of, chunks_of_sums, count_waves, on_hopper
 
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
 # More than two measurements of one thing differ by in a burst (SAME), since in a layer the order may change.
@@ -93,7 +93,7 @@ class Reach:
             calls, us = _CALLS["low_latency"], _words_us(pass_, system)
         else:
             calls = _CALLS["chunked"] + 2 * (pass_.world - 1)
-            chunks = chunks_of(how, pass_, system) if how.name == "fused" and self.nodes == 1 else 1
+            chunks = chunks_of_sums(pass_, system) if how.name == "fused" and self.nodes == 1 else 1
             us = max(_push_us(pass_, system, 1), nccl_us) / chunks + system.wait_us + sum_us(system, 2 * received)
         return Estimate(scatter.device_us + us, scatter.host_us + calls * system.host_call_us)
 

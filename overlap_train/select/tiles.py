@@ -91,6 +91,12 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
     return chunk_count(m_shard, pass_.row_bytes, on_gpu, most, may_cost=spare)
 
 
+def chunks_of_sums(pass_: Pass, device: System | torch.device) -> int:
+    """The same of a scatter whose sums are sent on: their last chunk shows, so chunks are half as long, and twice as many."""
+    m_shard = max(1, pass_.m // pass_.world)
+    return chunk_count(m_shard, pass_.row_bytes, device.type == "cuda", 8, SHORTEST_COPY // 2, may_cost=1)
+
+
 @functools.cache
 def chunk_count(
     m_shard: int, row_bytes: int, on_gpu: bool, most: int = 4, shortest: int = SHORTEST_COPY, may_cost: int = 0
