@@ -227,6 +227,27 @@ def wait_and_keep_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, r
             tl.store(kept_ptr + place, tl.load(own_ptr + place, mask=place < size), mask=place < size)
 
 
+@triton.jit(do_not_specialize=["rank", "limit"])
+def take_blocks_kernel(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, blocks_ptr, y_ptr, chunk_size,
+                       WORLD: tl.constexpr, CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Copy the blocks of all other ranks out of the slot into y [W, CHUNKS, chunk_size], the first chunks of all first: each
+    piece of BLOCK elements when its chunk is here. NaN where this wait, or an earlier one of the rank, has failed."""
+    expected = tl.load(epoch_ptr)
+    per_chunk = tl.cdiv(chunk_size, BLOCK)
+    for number in range(tl.program_id(0), per_chunk * (WORLD - 1) * CHUNKS, tl.num_programs(0)):
+        unit = number // per_chunk
+        chunk = unit // (WORLD - 1)
+        source = (rank + 1 + unit % (WORLD - 1)) % WORLD
+        word = signal_word(source, chunk)
+        arrived = wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
+        arrived = arrived & (tl.load(abort_ptr, volatile=True) == 0)
+        place = number % per_chunk * BLOCK + tl.arange(0, BLOCK)
+        first = (tl.cast(source, tl.int64) * CHUNKS + chunk) * chunk_size
+        values = tl.load(blocks_ptr + first + place, mask=place < chunk_size, other=0.0)
+        values = tl.where(arrived, values, float("nan"))
+        tl.store(y_ptr + first + place, values.to(y_ptr.dtype.element_ty), mask=place < chunk_size)
+
+
 @triton.jit
 def hold(signals_ptr, epoch_ptr, abort_ptr, record_ptr, limit, rank, first, count, first_chunk, row_ptr, row_size,
          CHUNKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip

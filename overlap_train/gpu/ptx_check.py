@@ -58,6 +58,7 @@ _Proofs = tuple[tuple[str, ...], ...]  # each: found one after the other
 PROOFS: dict[str, _Proofs] = {
     "wait_kernel": (POLLS,),
     "wait_and_keep_kernel": (POLLS,),
+    "take_blocks_kernel": (POLLS,),
     "barrier_kernel": ((SIGNAL, *POLLS),),
     "next_epoch_kernel": (),  # copies and kernels that come after it in the stream see what it has stored
     "all_gather_gemm_kernel": (POLLS,),

@@ -144,9 +144,10 @@ class Call:
 
         next_epoch()                     advances the slot's epoch by `tag` and resets its counters, before copies send anything
         wait(first, count=1)             for the blocks of `count` ranks from rank `first` on; the own one counts as here
-        wait_chunk(first, chunk, count=1, chunks=1)     the same for one chunk of each, or for so many from that one on
+        wait_chunk(first, chunk, count=1)     the same for one chunk of each
         wait_for_all()                   for the blocks of all other ranks
         receive(own)                     copies own [block shape], contiguous, into this rank's block, and waits for all others
+        take(y)                          copies the blocks of all others into y [W, *block shape], chunk by chunk as they come
         barrier()                        advances the epoch, signals every peer, and waits for the same from each
     """
 
@@ -166,6 +167,7 @@ class Call:
         self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
         self.wait_for_all = partial(waits.wait, self, 0, self.world_size)
         self.receive, self.barrier = partial(waits.receive, self), partial(waits.barrier, self)
+        self.take = partial(waits.take, self)
 
     @cached_property
     def launches(self) -> LaunchCache:

@@ -14,6 +14,9 @@ from .slots import Call
 
 # How the own block is copied: 32 bytes a thread and turn in bf16, by at most eight CTAs on each SM of an H200.
 _KEPT_AT_ONCE, _MOST_KEEPERS = 2048, 1056
+# How blocks are taken out of a slot: 32 bytes a thread twice, by programs that leave SMs to the driver, which copies between
+# ranks of one GPU by kernels.
+_TAKEN_AT_ONCE, _TAKERS = 16384, 112
 
 
 class BoundedWaits:
@@ -26,19 +29,22 @@ class BoundedWaits:
         self._fault, self.abort, self.register = fault, fault.abort, fault.register
         on_host = launcher is None
         self.wait: Callable[..., None] = self.on_host if on_host else self.on_stream
-        self.wait_chunk: Callable[..., None] = self.chunks_on_host if on_host else self.chunks_on_stream
+        self.wait_chunk: Callable[..., None] = self.chunk_on_host if on_host else self.chunk_on_stream
         self.receive: Callable[..., None] = self.receive_on_host if on_host else self.receive_on_stream
+        self.take: Callable[..., None] = self.take_on_host if on_host else self.take_on_stream
         self.barrier: Callable[..., None] = self.barrier_on_host if on_host else self.barrier_on_stream
         self.next_epoch: Callable[..., None] = next_epoch_on_host if on_host else next_epoch_on_stream
 
     def on_host(self, call: Call, first: int, count: int = 1) -> None:
-        self.chunks_on_host(call, first, 0, count, call.chunks)
-
-    def chunks_on_host(self, call: Call, first: int, chunk: int, count: int = 1, chunks: int = 1) -> None:
-        for number in range(chunk, chunk + chunks):
+        for chunk in range(call.chunks):
             for source in range(first, first + count):
                 if source != self.rank:
-                    self._wait_for_word(call, source, number)
+                    self._wait_for_word(call, source, chunk)
+
+    def chunk_on_host(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
+        for source in range(first, first + count):
+            if source != self.rank:
+                self._wait_for_word(call, source, chunk)
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
@@ -51,25 +57,30 @@ class BoundedWaits:
         call.keep(own)
         self.wait(call, 0, self.world_size)
 
+    def take_on_host(self, call: Call, y: torch.Tensor) -> None:
+        self.wait(call, 0, self.world_size)
+        for source in call.peers:
+            y[source].copy_(call.blocks[source])
+
     def barrier_on_host(self, call: Call) -> None:
         next_epoch_on_host(call)
         for peer in call.peers:
             call.slot.outgoing[peer][:1].copy_(call.slot.epoch)
-        self.chunks_on_host(call, 0, 0, self.world_size)
+        self.chunk_on_host(call, 0, 0, self.world_size)
 
     def on_stream(self, call: Call, first: int, count: int = 1) -> None:
         call.launches.run(("wait", first, count), (), self._wait_launch, call, first, count)
 
-    def chunks_on_stream(self, call: Call, first: int, chunk: int, count: int = 1, chunks: int = 1) -> None:
-        key = ("wait for chunks", first, chunk, count, chunks)
-        call.launches.run(key, (), self._wait_launch, call, first, count, chunk, chunks)
+    def chunk_on_stream(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
+        key = ("wait for a chunk", first, chunk, count)
+        call.launches.run(key, (), self._wait_launch, call, first, count, chunk)
 
-    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None, chunks: int = 1) -> Launch:
-        """The Launch of a wait. chunk: for so many chunks of each block from that one on; None: for all."""
+    def _wait_launch(self, call: Call, first: int, count: int, chunk: int | None = None) -> Launch:
+        """The Launch of a wait. chunk: for only that one of each block; None: all."""
         from ..kernels.signal import wait_kernel  # imports Triton
 
         arguments = self._arguments(call, first, chunk) | dict(first=first, count=count, first_chunk=chunk or 0)
-        constants = dict(CHUNKS=call.chunks if chunk is None else chunks, TIMED=True, BLOCK=1024, num_warps=1)
+        constants = dict(CHUNKS=call.chunks if chunk is None else 1, TIMED=True, BLOCK=1024, num_warps=1)
         return Launch(wait_kernel, (1,), arguments, constants)
 
     def receive_on_stream(self, call: Call, own: torch.Tensor) -> None:
@@ -84,6 +95,22 @@ class BoundedWaits:
         constants = dict(CHUNKS=call.chunks, TIMED=True, BLOCK=_KEPT_AT_ONCE, num_warps=4)
         grid = (1 + min(-(-size // _KEPT_AT_ONCE), _MOST_KEEPERS),)
         return Launch(wait_and_keep_kernel, grid, arguments, constants, (("own_ptr",),))
+
+    def take_on_stream(self, call: Call, y: torch.Tensor) -> None:
+        if call.peers:
+            at = y.data_ptr()
+            call.launches.run(("take", at % 16 == 0), (at,), self._take_launch, call, y)
+
+    def _take_launch(self, call: Call, y: torch.Tensor) -> Launch:
+        from ..kernels.signal import take_blocks_kernel
+
+        chunk_size = call.blocks[0].numel() // call.chunks
+        arguments = self._arguments(call, 0)
+        del arguments["row_ptr"], arguments["row_size"]
+        arguments |= dict(blocks_ptr=call.blocks, y_ptr=y, chunk_size=chunk_size)
+        constants = dict(WORLD=self.world_size, CHUNKS=call.chunks, TIMED=True, BLOCK=_TAKEN_AT_ONCE, num_warps=16)
+        pieces = -(-chunk_size // _TAKEN_AT_ONCE) * (self.world_size - 1) * call.chunks
+        return Launch(take_blocks_kernel, (min(max(1, pieces), _TAKERS),), arguments, constants, (("y_ptr",),))
 
     def _arguments(self, call: Call, first: int, chunk: int | None = None) -> dict[str, Any]:
         """Those of a kernel that waits for the blocks of rank `first` and others. row_ptr: where it writes NaN if a wait

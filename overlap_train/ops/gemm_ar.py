@@ -76,13 +76,5 @@ def sums_sent_on(
     domain.workspace.receive_first()
     gather = domain.workspace.open(own.shape, y.dtype, tags.wgrad, engine.chunks)
     launch.multiply_and_push(domain, scatter, engine, a_mk, b_kn, staging.view_as(blocks), own, bias, gather)
-    first, size = 0, len(own) // engine.chunks
-    for chunks in (engine.chunks - 1, 1):  # the last one arrives while the others are copied
-        if chunks:
-            gather.wait_chunk(0, first, domain.world_size, chunks)
-            rows = slice(first * size, (first + chunks) * size)
-            for others in (slice(domain.rank), slice(domain.rank + 1, None)):
-                if len(blocks[others]):
-                    blocks[others, rows].copy_(gather.blocks[others, rows])
-        first += chunks
+    gather.take(blocks)
     return y

@@ -90,7 +90,7 @@ class NodeDomain(SimulatedDomain):
         super().__init__(simulation, scheduler, heap, layout, rank)
         self.topology, self._simulation = simulation.topology(rank), simulation
         waits = core("nodes.connect").NodeWaits(self.topology, simulation.timeout_s, self.fault, self.engine, None)
-        waits.wait, waits.wait_chunk = waits.on_stream, waits.chunks_on_stream
+        waits.wait, waits.wait_chunk = waits.on_stream, waits.chunk_on_stream
         waits.next_epoch = core("group.waits").next_epoch_on_stream
         self.workspace = core("nodes.connect").NodeWorkspace(heap, layout, self.device, waits)
         self.span = core("nodes").SeveralNodes(self)

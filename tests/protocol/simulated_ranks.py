@@ -159,7 +159,7 @@ class SimulatedDomain:
         waits = core("group.waits").BoundedWaits(rank, self.world_size, simulation.timeout_s, self.fault, None)
         if simulation.device_waits:
             waits.wait, waits.barrier = waits.on_stream, waits.barrier_on_stream
-            waits.wait_chunk = waits.chunks_on_stream
+            waits.wait_chunk, waits.take = waits.chunk_on_stream, waits.take_on_stream
             waits.next_epoch = core("group.waits").next_epoch_on_stream
         self.workspace = core("group.workspace").Workspace(heap, layout, self.device, waits)
         self.span = core("group.domain").OneNode(self)

@@ -101,7 +101,11 @@ FAULTS: dict[str, tuple[str, Plant, Simulation]] = {
         hook.no_wait_for_tiles(),
         StreamSimulation(2),
     ),
-    "chunks of sums are read before they are there": ("fused", hook.left_out("wait_kernel"), StreamSimulation(2)),
+    "chunks of sums are read before they are there": (
+        "fused",
+        hook.polls(lambda word: word + hook.EPOCH),
+        Simulation(2),
+    ),
     "chunks of sums lie where partial sums do": ("fused", hook.slots_overlap(2), Simulation(2)),
     "chunks of sums take the slot of what they are sums of": ("fused", hook.taken_at_once, Simulation(2)),
 }

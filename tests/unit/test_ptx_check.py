@@ -37,6 +37,7 @@ FEW_ROWS = dict(WORLD=2, PER_WORD=1, BLOCK=1024, TIMED=True)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
     "wait_and_keep_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=2048)),
+    "take_blocks_kernel": ("signal", dict(WORLD=2, CHUNKS=2, TIMED=True, BLOCK=16384, num_warps=16)),
     "barrier_kernel": ("signal", dict(WORLD=2, TIMED=True)),
     "all_gather_gemm_kernel": ("all_gather_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
     "all_to_all_gemm_kernel": ("all_to_all_gemm", TILES | {"DIRECT": False, "PIECE": 4096}),
@@ -54,6 +55,7 @@ EXCHANGE, EXCHANGE_DIRECT = (fused | {"EXCHANGE": True} for fused in (DEFERRED, 
 CASES = [
     ("wait_kernel", PLAIN, (ACQUIRE,)),
     ("wait_and_keep_kernel", PLAIN, (ACQUIRE,)),
+    ("take_blocks_kernel", PLAIN, (ACQUIRE,)),
     ("barrier_kernel", PLAIN, (SIGNAL, ACQUIRE)),
     ("low_latency_gather_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
     ("low_latency_scatter_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
