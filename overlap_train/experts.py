@@ -88,8 +88,9 @@ def dispatch_linear(
 
     Args:
         routing: of this forward pass, the same in `linear_combine`.
-        config, name, on_plan: see all_gather_linear. Methods are chunked and collective; others run as chunked. What slots do not
-            hold (config.experts_room) runs as collective on all ranks.
+        config, name, on_plan: see all_gather_linear. Methods are fused (Hopper; 16 bits, N and K multiples of 64, up to 8 ranks),
+            chunked and collective; others, and what fused does not serve, run as chunked. What slots do not hold
+            (config.experts_room) runs as collective on all ranks.
 
     Returns:
         (y, p). Where each weight of a list has `main_grad`, backward adds its dw there (config.main_grad).

@@ -14,6 +14,7 @@ import torch
 from ..config import OverlapConfig, check_type
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, may_hold, prepare
+from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources
 from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
@@ -22,7 +23,7 @@ from .expert_tables import chunk_count
 from .launch_experts import FEATURES, MOST_RANKS
 from .messages import slot_bytes
 from .plan import EnginePlan, Plan, Planner
-from .plan_cache import OnPlan, cache_of, in_words
+from .plan_cache import OnPlan, cache_of, compiling_ahead, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
 from .spec import DISPATCH_LINEAR, DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, tensor_error
@@ -100,6 +101,12 @@ def expert_op(
             why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why, chunks), trained["w"])
             for why in (None, *OVERFLOWS)
         })  # fmt: skip
+        plan = known[None].plan
+        if plan.fprop.method == "fused":
+            with compiling_ahead(name):
+                from .rehearsal import compile_experts_ahead
+
+                compile_experts_ahead(domain, plan, weights, probs is not None)
     op = known[overflow].linear(name)
     if on_plan is not None:
         on_plan(op.plan, None)
@@ -148,7 +155,7 @@ def make_expert_plan(
         method, reason = "collective", f"the group spans {topology.nodes} nodes"
     elif config.method in ("collective", "chunked") or (chunks and config.method == "fused"):
         method, reason = config.method, "asked for"
-    elif chunks and config.method == "auto":
+    elif chunks == MAX_CHUNKS and config.method == "auto":  # fewer experts are multiplied as fast one by one
         method = "fused"
     if overflow is not None and method != "collective":
         method, reason = "collective", overflow

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -114,7 +115,10 @@ class PlanCache:
         else:
             prepare(domain, planned.request, problem, name, in_words(dict(x=x.requires_grad, w=w.requires_grad)))
             if domain.on_gpu:
-                _compile_ahead(domain, lambda: [(planned.plan, operands)], name)
+                with compiling_ahead(name):
+                    from .rehearsal import compile_ahead
+
+                    compile_ahead(domain, [(planned.plan, operands)])
         for agreed in (any_rows, these_rows):
             self.agreed.put(agreed, True)
         return self.plans.put(key, {layout: planned})[layout]
@@ -215,16 +219,18 @@ def foresee(group: dist.ProcessGroup, rows: int, linears: Iterable[Foreseen], na
     itself each linear's first call starts with its own kernels, and waits for them."""
     cache = _caches[group]
     if cache.domain.on_gpu:
-        with torch.enable_grad():  # also in a forward pass that backward recomputes
-            _compile_ahead(cache.domain, lambda: cache.foreseen(rows, linears), name)
+        with torch.enable_grad(), compiling_ahead(name):  # gradients also in a forward pass that backward recomputes
+            from .rehearsal import compile_ahead
+
+            compile_ahead(cache.domain, cache.foreseen(rows, linears))
 
 
-def _compile_ahead(domain: OverlapDomain, calls: Callable[[], list[tuple[Plan, Operands]]], name: str) -> None:
-    """Start to compile what calls launch. Whatever goes wrong, launches do it: peers have agreed on the call, and come to it."""
+@contextmanager
+def compiling_ahead(name: str) -> Iterator[None]:
+    """Around what starts to compile what calls launch. Whatever goes wrong there, launches do it: peers have agreed on the call,
+    and come to it."""
     try:
-        from .rehearsal import compile_ahead
-
-        compile_ahead(domain, calls())
+        yield
     except Exception as error:
         warn_user(f"{name}: its kernels are compiled only as they are launched: {error!r}")
 

@@ -8,7 +8,8 @@ misses, as of an operand that is not aligned, costs time only: it is compiled wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +25,10 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
+from .expert_tables import LEAST_ROWS, Tables
 from .gemm_ar import sums_sent_on
+from .launch_experts import dispatch_and_multiply, multiply_and_combine
+from .messages import open_rows
 from .plan import EnginePlan, Plan
 from .planned import PassTags
 from .product import BlockMatrix, Fp8Matrix, Right
@@ -67,10 +71,19 @@ class _NoCopies:
 
 
 def compile_ahead(domain: OverlapDomain, calls: Iterable[tuple[Plan, Operands]]) -> None:
-    """Start to compile what calls by these plans with such operands launch, each rank of a node another kernel first."""
+    """Start to compile what calls by these plans with such operands launch."""
+    _start(domain, [one for plan, operands in calls for one in launches_of(domain, plan, *operands)])
+
+
+def compile_experts_ahead(domain: OverlapDomain, plan: Plan, weights: Sequence[torch.Tensor], has_probs: bool) -> None:
+    """Start to compile what both operators of experts launch, forward and backward. plan: of one of them, by `fused`."""
+    _start(domain, launches_of_experts(domain, plan, weights, has_probs))
+
+
+def _start(domain: OverlapDomain, launches: list[Launch]) -> None:
+    """Start to compile, each rank of a node another kernel first."""
     from ..gpu.compiling import start  # imports Triton
 
-    launches = [one for plan, operands in calls for one in launches_of(domain, plan, *operands)]
     # Products, which have the most arguments and take longest, before small kernels.
     launches.sort(key=lambda one: -len(one.arguments))
     first = domain.rank * len(launches) // domain.world_size
@@ -92,6 +105,40 @@ def launches_of(
             added = None if bias is None or engine is not plan.fprop else torch.empty_like(bias, device="meta")
             rows = plan.spec.global_rows(x, domain.world_size)
             _rehearse(here, plan, engine, rows, b_kn, added)
+            workspace.use.clear()
+    return workspace.launches
+
+
+def launches_of_experts(
+    domain: OverlapDomain, plan: Plan, weights: Sequence[torch.Tensor], has_probs: bool
+) -> list[Launch]:
+    """What compile_experts_ahead starts."""
+    (n, k), dtype, workspace, here = (
+        weights[0].shape,
+        weights[0].dtype,
+        _Rehearsal(domain, plan.request),
+        copy.copy(domain),
+    )
+    here.workspace = workspace
+    new, rows = partial(torch.empty, device="meta"), LEAST_ROWS
+    probs = new(rows, dtype=torch.float32) if has_probs else None
+    tables = Tables(*(new(4, dtype=torch.int32) for _ in Tables._fields))
+    routing: Any = SimpleNamespace(tables=tables, tokens=new(rows, dtype=torch.int64))
+    for engine in (plan.fprop, plan.dgrad):
+        for transposed in (True, False):  # forward; backward, of the other operator
+            sent, features = (k, n) if transposed else (n, k)
+            product: Any = SimpleNamespace(
+                stack=new(len(weights), n, k, dtype=dtype), transposed=transposed, features=features
+            )
+            matrix = new(rows, sent, dtype=dtype)
+            numbers = probs if engine.kind.receives == transposed else None
+            if engine.kind.receives:
+                call = open_rows(here, _TAG, dtype, sent, engine.chunks)
+                y = new(rows, features, dtype=dtype)
+                dispatch_and_multiply(here, call, engine, routing, matrix, numbers, product, y)
+            else:
+                call = open_rows(here, _TAG, dtype, features)
+                multiply_and_combine(here, call, engine, routing, matrix, numbers, product)
             workspace.use.clear()
     return workspace.launches
 

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,19 +30,24 @@ from overlap_train.config import OverlapConfig
 from overlap_train.gpu import compiling as under_test
 from overlap_train.gpu.launch import LaunchCache
 from overlap_train.group.domain import OneNode, OverlapDomain
-from overlap_train.group.signals import FaultRecord
+from overlap_train.group.memory import Request
+from overlap_train.group.signals import FaultRecord, Tag
 from overlap_train.group.slots import Layout
 from overlap_train.group.waits import BoundedWaits
 from overlap_train.group.workspace import Workspace
 from overlap_train.linear import column_backward, column_forward, in_fp8, row_backward, row_forward
+from overlap_train.ops.experts import make_expert_plan
 from overlap_train.ops.gemm_ar import all_reduced
+from overlap_train.ops.grouped import GroupedProduct
 from overlap_train.ops.plan import Plan, make_plan
 from overlap_train.ops.plan_cache import PlanCache
 from overlap_train.ops.planned import PlannedOp
-from overlap_train.ops.rehearsal import _NoCopies, compile_ahead, launches_of
+from overlap_train.ops.rehearsal import _NoCopies, compile_ahead, compile_experts_ahead, launches_of
+from overlap_train.ops.routing import Routing
 from overlap_train.ops.spec import (
     ALL_GATHER_LINEAR,
     ALL_TO_ALL_LINEAR,
+    DISPATCH_LINEAR,
     LINEAR_ALL_REDUCE,
     LINEAR_ALL_TO_ALL,
     LINEAR_DGRAD_ALL_REDUCE,
@@ -121,10 +127,10 @@ def _plan(domain: Domain, spec: Any, config: OverlapConfig, x: torch.Tensor, w: 
     return make_plan(spec, config, UNTUNED, domain.topology, x_there, w)
 
 
-def _compiled(
-    spec: Any, method: str, gathered_input: str, has_bias: bool, in_fp8: str = "off"
-) -> tuple[int, int, list[str]]:
-    """(kernels that were started ahead, launches of a forward and backward pass, the kernels that these have compiled)."""
+@contextmanager
+def _watched(device: int) -> Iterator[tuple[list[str], list[Any], list[str]]]:
+    """(kernels that were started, launches, the kernels that these have compiled) as on a Hopper GPU of this number, for which
+    Triton has compiled nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -142,13 +148,10 @@ def _compiled(
         launches.append(under_test.compiled(one.kernel, one.grid, one.arguments, one.constants))
         late.extend([one.kernel.fn.__name__] * (len(started) - before))
 
-    card, device = (
-        SimpleNamespace(name="NVIDIA H200", multi_processor_count=132),
-        hash((spec.name, method, gathered_input, has_bias, in_fp8)),
-    )
+    card = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     target = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_stream=lambda device: 0,
-        get_current_device=lambda: device,  # of this case: Triton has compiled nothing for it
+        get_current_device=lambda: device,
     )  # fmt: skip
     under_test._mode.cache_clear()
     with (
@@ -159,6 +162,19 @@ def _compiled(
         mock.patch.object(driver, "_active", target),
         mock.patch("overlap_train.group.domain._is_capturing", return_value=False),
     ):
+        yield started, launches, late
+
+
+def _all_compiled() -> None:
+    for future in under_test._mode().future_kernels.values():
+        future.result()
+
+
+def _compiled(
+    spec: Any, method: str, gathered_input: str, has_bias: bool, in_fp8: str = "off"
+) -> tuple[int, int, list[str]]:
+    """(kernels that were started ahead, launches of a forward and backward pass, the kernels that these have compiled)."""
+    with _watched(hash((spec.name, method, gathered_input, has_bias, in_fp8))) as (started, launches, late):
         domain = Domain()
         x = torch.zeros(ROWS, K // 2 if spec == ALL_TO_ALL_LINEAR else K, dtype=torch.bfloat16, requires_grad=True)
         w = torch.zeros(N, K, dtype=torch.bfloat16, requires_grad=True)
@@ -171,8 +187,7 @@ def _compiled(
         )  # the heap grows for a linear that is foreseen when it is called
         compile_ahead(domain, [(plan, (x, w, bias))])
         domain.layout = there
-        for future in under_test._mode().future_kernels.values():
-            future.result()
+        _all_compiled()
         ahead = len(started)
         with torch.no_grad():
             _run(PlannedOp(domain, plan, "linear", (), True), x.detach(), w.detach(), bias)
@@ -230,6 +245,37 @@ def test_nothing_is_compiled_for_what_is_not_sent() -> None:
     domain.layout = Layout(2, 0)
     plan = _plan(domain, LINEAR_DGRAD_ALL_REDUCE, OverlapConfig(method="fused"), x, w.requires_grad_())
     assert not launches_of(domain, plan, x, w, None)
+
+
+def _compiled_experts(has_probs: bool) -> tuple[int, list[str]]:
+    """The first and last of these, of kernels of experts."""
+    (n, k), here, bf16 = (128, 64), 2, torch.bfloat16
+    with _watched(100 + has_probs) as (started, _, late):
+        domain, weights = Domain(), [torch.zeros(n, k, dtype=bf16)] * here
+        request, config = Request("dispatch_linear", "", 1 << 19), OverlapConfig(method="fused")
+        plan = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, bf16, request, None, here)
+        compile_experts_ahead(domain, plan, weights, has_probs)
+        _all_compiled()
+        ahead, tag = len(started), Tag("experts", "")
+        routing = Routing(torch.ones(70, 2 * here, dtype=torch.bool), torch.full((2, 2 * here), 70), domain)
+        for transposed in (True, False):
+            product, numbers = (
+                GroupedProduct(weights, transposed),
+                [torch.zeros(routing.rows_sent) if has_probs else None, None],
+            )
+            x = torch.zeros(70, k if transposed else n, dtype=bf16)
+            a = torch.zeros(routing.rows_received, x.shape[1], dtype=bf16)
+            with domain.operator(tag, 2):
+                plan.fprop.start(domain, tag, routing, x, numbers[not transposed], False).matmul(product)
+                plan.dgrad.start(domain, tag, routing, a, product, numbers[transposed])
+    return ahead, late
+
+
+@pytest.mark.parametrize("has_probs", [False, True])
+def test_kernels_of_experts_are_compiled_ahead(compiling: ProcessPoolExecutor, has_probs: bool) -> None:
+    """Of both operators, forward and backward, at the first call of either; not the small ones that wait."""
+    ahead, late = compiling.submit(_compiled_experts, has_probs).result(timeout=120)
+    assert ahead == 4 and set(late) <= {"wait_kernel", "barrier_kernel"}
 
 
 @pytest.mark.usefixtures("hopper_gpu")
