@@ -25,11 +25,12 @@ With EXCHANGE (GEMM + AllToAll) a destination picks columns of b, not rows of a,
 import triton
 import triton.language as tl
 
+from . import signal_words as words
 from .order import scatter_tile
 from .signal import claim, finalize_epoch, next_word, notify_copy_engine, notify_peer, signal_word, wait_signal
 from .tiles import plus_bias, tile_in_block, tile_offsets, tile_product
 
-OWN_TILE = tl.constexpr(2)  # as Hopper's kernel counts, which cuts own tiles into halves
+OWN_TILE = tl.constexpr(words.OWN_TILE)
 
 
 @triton.jit(do_not_specialize=["m_shard", "rank", "tag", "limit"])

@@ -8,21 +8,23 @@ Two warps of each CTA take rows straight from x, by the router's map, and store 
 chunk: a chunk is the rows of some experts, of all ranks; each rank signals its part of it. A tile waits for those whose rows it
 has. The warps that send wait for nobody, and pieces are claimed: any one resident CTA sends them all (rule 4).
 
-    pieces          Q, .., .., ..; then for each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
     numbers [N]     one for each row in sent order; they lie behind the R rows of the slot
 
-hopper_experts.py has the other tables.
+ops/expert_tables.py has the tables.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import signal_words as words_of
 from .hopper_experts import (
-    PAIR_WORDS,
+    FIRST_PIECES,
     PEER_WORDS,
+    PIECE_WORDS,
     SEGMENT_WORDS,
     count_tiles,
     leave_quarter,
+    load_strips,
     multiply_experts,
     store_rows,
     strip_at,
@@ -30,13 +32,13 @@ from .hopper_experts import (
     tile_of_experts,
 )
 from .hopper_stores import make_outbox_of
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile, make_rings, next_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_rings, next_tile
 from .signal import MAX_CHUNKS, claim, finalize_epoch, next_word, notify_peer, signal_word, wait_signal
 
 # Warps that send, and that store: with the loading one they are the four that there is room for.
 SENDERS = gl.constexpr(2)
 STORERS = gl.constexpr(1)
-PIECE = gl.constexpr(16)  # rows that are claimed and counted at once, at most; expert_tables.py has the same
+PIECE = gl.constexpr(words_of.PIECE)
 
 
 @gluon.jit
@@ -44,7 +46,6 @@ def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k
           BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
           B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, waits until their rows are here, and brings rows and B through the ring."""
-    ROWS: gl.constexpr = BLOCK_M // PARTS
     counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     expected = next_word(gl.load(epoch_ptr), tag)
     bound = count_tiles(pairs_ptr, n, BLOCK_N)
@@ -64,13 +65,8 @@ def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k
                 wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
                 fence_for_tma()
                 here |= gl.full([], 1, gl.int64) << word
-        upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
-        if B_IS_NK:
-            step = load_tile(panels, step, rows_desc, rows_desc, b_desc, upper, lower, expert * n + tile_n * BLOCK_N, 0, k_steps,
-                             BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
-        else:
-            step = load_tile(panels, step, rows_desc, rows_desc, b_desc, upper, lower, tile_n * BLOCK_N, expert * k, k_steps,
-                             BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+        step = load_strips(panels, step, rows_desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps,
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, bound)
 
@@ -106,7 +102,7 @@ def _send(x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, 
     bound = gl.load(pieces_ptr)
     index = claim(sent_ptr).to(gl.int32)
     while index < bound:
-        piece_ptr = pieces_ptr + 4 * (1 + index)
+        piece_ptr = pieces_ptr + PIECE_WORDS * (1 + index)
         first, count, place = gl.load(piece_ptr), gl.load(piece_ptr + 1), gl.load(piece_ptr + 3)
         part = gl.load(piece_ptr + 2)
         target, chunk = part // MAX_CHUNKS, part % MAX_CHUNKS
@@ -125,7 +121,7 @@ def _send(x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, 
             )
             rows = gl.arange(0, PIECE, gl.BlockedLayout([1], [32], [SENDERS], [0]))
             gl.store(numbers + place + rows, gl.load(numbers_ptr + first + rows, mask=rows < count), mask=rows < count)
-        pieces = gl.load(peers_ptr + target * PEER_WORDS + PAIR_WORDS + chunk)
+        pieces = gl.load(peers_ptr + target * PEER_WORDS + FIRST_PIECES + chunk)
         signal_ptr = gl.load(outgoing_at_ptr + target).to(complete_ptr.dtype) + chunk
         notify_peer(complete_ptr + part, pieces, signal_ptr, word)
         index = claim(sent_ptr).to(gl.int32)

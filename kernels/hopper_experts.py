@@ -2,11 +2,7 @@
 
 A rank's R rows lie in placed order (ops/routing.py): by expert, then source rank. They are cut into pairs of strips, of BLOCK_M
 rows of one expert each, the last one of an expert with fewer. Tables that the host makes from the matrix of counts say where
-(int32, ops/expert_tables.py):
-
-    pairs     P, max(R, BLOCK_M / PARTS), W, ..; then for each pair: expert, first row, end of the expert's rows, chunk
-    segments  for each expert and source rank: first row, end, what leads from a row to its place at the source, ..
-    peers     for each rank: rows it has received, rows it has sent, those of them here, ..; then the pieces of each chunk for it
+(ops/expert_tables.py).
 
 Tiles go through the pairs in order, in groups that share columns. STORERS warps take quarters out of the outbox
 (hopper_stores.py) through registers: an expert's rows end anywhere, and TMA stores whole strips only.
@@ -17,13 +13,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language import debug_barrier
 
+from . import signal_words as words
 from .hopper_stores import put_quarter, split_tile
-from .hopper_tiles import NO_TILE, PARTS, WARPS, multiply_tile, next_tile, pass_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, load_tile, multiply_tile, next_tile, pass_tile
 from .tiles import tile_in_groups
 
-PAIR_WORDS = gl.constexpr(4)
-PEER_WORDS = gl.constexpr(16)
-SEGMENT_WORDS = gl.constexpr(4)
+PAIR_WORDS = gl.constexpr(words.PAIR_WORDS)
+PIECE_WORDS = gl.constexpr(words.PIECE_WORDS)
+SEGMENT_WORDS = gl.constexpr(words.SEGMENT_WORDS)
+PEER_WORDS = gl.constexpr(words.PEER_WORDS)
+FIRST_PIECES = gl.constexpr(words.FIRST_PIECES)
 SLICE = gl.constexpr(8)  # rows of a quarter that the storing warps have in registers
 
 
@@ -42,9 +41,23 @@ def tile_of_experts(index, pairs_ptr, n, BLOCK_N: gl.constexpr, GROUP_M: gl.cons
 
 @gluon.jit
 def strip_at(first, pairs_ptr, PART: gl.constexpr, ROWS: gl.constexpr):
-    """Which row strip PART of the pair from row `first` on is read from: its first, or one before, where it would end beyond all
+    """The row from which strip PART of the pair at row `first` is read. It is moved up where the strip would end beyond all
     rows."""
     return gl.minimum(first + PART * ROWS, gl.load(pairs_ptr + 1) - ROWS)
+
+
+@gluon.jit
+def load_strips(panels, step, desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps, BLOCK_M: gl.constexpr,
+                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+    """Loading warp: bring the strips of the pair at row `first`, and the panels of its expert's B, through the ring."""
+    ROWS: gl.constexpr = BLOCK_M // PARTS
+    upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
+    col, first_k = tile_n * BLOCK_N, 0
+    if B_IS_NK:
+        col += expert * n
+    else:
+        first_k = expert * k
+    return load_tile(panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
 
 
 @gluon.jit
@@ -90,8 +103,8 @@ def leave_quarter(outbox, part, half):
 
 @gluon.jit
 def store_rows(quarter, to_ptr, shift, row, low, high, col, n, STORERS: gl.constexpr):
-    """Storing warps: those rows of a quarter, whose first is `row`, from `low` to `high` -> rows further on by `shift` of what
-    lies at to_ptr [*, n], from column `col` on."""
+    """Storing warps: store rows `low` to `high` of a quarter, which begins at row `row`, `shift` rows further on in to_ptr
+    [*, n], from column `col` on."""
     ROWS: gl.constexpr = quarter.shape[0]
     COLS: gl.constexpr = quarter.shape[1]
     VECTOR: gl.constexpr = 128 // to_ptr.dtype.element_ty.primitive_bitwidth

@@ -9,7 +9,7 @@ source; its signal follows the last one. A source without rows here gets its sig
 
     numbers [R]     one for each row; they lie behind all rows of the slot
 
-hopper_experts.py has the tables.
+ops/expert_tables.py has the tables.
 """
 
 from triton.experimental import gluon
@@ -20,6 +20,7 @@ from .hopper_experts import (
     SEGMENT_WORDS,
     count_tiles,
     leave_quarter,
+    load_strips,
     multiply_experts,
     store_rows,
     strip_at,
@@ -27,7 +28,7 @@ from .hopper_experts import (
     tile_of_experts,
 )
 from .hopper_stores import make_outbox_of
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, load_tile, make_rings, next_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, make_rings, next_tile
 from .signal import finalize_epoch, next_word, notify_peer, signal_word
 
 STORERS = gl.constexpr(2)
@@ -37,7 +38,6 @@ STORERS = gl.constexpr(2)
 def _load(panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
           BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, and brings A and B through the ring."""
-    ROWS: gl.constexpr = BLOCK_M // PARTS
     bound = count_tiles(pairs_ptr, n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
@@ -45,13 +45,8 @@ def _load(panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M: 
     index = claim_tile(tiles, turn, counter_ptr, bound)
     while index != NO_TILE:
         expert, first, _, _, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
-        upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
-        if B_IS_NK:
-            step = load_tile(panels, step, a_desc, a_desc, b_desc, upper, lower, expert * n + tile_n * BLOCK_N, 0, k_steps,
-                             BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
-        else:
-            step = load_tile(panels, step, a_desc, a_desc, b_desc, upper, lower, tile_n * BLOCK_N, expert * k, k_steps,
-                             BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+        step = load_strips(panels, step, a_desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps,
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, bound)
 
@@ -59,8 +54,8 @@ def _load(panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M: 
 @gluon.jit
 def _send_quarter(quarter, like_ptr, numbers_ptr, segments_ptr, peers_ptr, places, word, expert, row, low, high, col, n,
                   WORLD: gl.constexpr):  # fmt: skip
-    """The storing warps: rows low to high of an expert's quarter, whose first is `row`, to the sources that they are of, and for
-    the first columns their numbers; each source's rows are counted."""
+    """Storing warps: store rows `low` to `high` of a quarter at their sources, with the first columns also their numbers, and
+    count the rows of each source."""
     complete_ptr, memory_at_ptr, outgoing_at_ptr = places
     COLS: gl.constexpr = quarter.shape[1]
     for source in range(WORLD):

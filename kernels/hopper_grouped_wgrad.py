@@ -2,7 +2,7 @@
 
     dw [E/W, N, K] = dy [rows of expert, N].T @ x [rows of expert, K]        or (ADDS) main_grad of each expert += that
 
-Products are added up along rows, the slow dimension of both operands. Tensor cores take operands of 16 bits so.
+Products are added up along rows, the slow dimension of both operands: tensor cores read operands of 16 bits that way, too.
 
 An expert's rows end anywhere, and a panel must not have the next expert's: not even times zero, they may be infinite. TMA reads
 zeros beyond an edge, but one descriptor serves all experts. Therefore it counts rows by three coordinates (_ragged, in

@@ -6,6 +6,15 @@ MAX_CHUNKS = 8
 # A signal is one int64: the epoch in the upper half, the fingerprint of the call in the lower half (group/signals.py).
 EPOCH_SHIFT = 32
 
+# Tables of experts' rows (ops/expert_tables.py), in words: of a pair, of a piece, of a segment, of a rank, where a rank's pieces
+# begin. PIECE: rows that are sent, and counted, at once, at most.
+PAIR_WORDS = PIECE_WORDS = SEGMENT_WORDS = 4
+PEER_WORDS, FIRST_PIECES = 16, 4
+PIECE = 16
+
+# What a GEMM + RS counts of an own tile where its sums are sent on: Hopper's kernel may store its halves apart.
+OWN_TILE = 2
+
 # Counters of one product, in this order (group/slots.py, Counters): CTAs that have exited, tiles and pieces that were claimed,
 # chunks that are here, then one count of completed tiles for each signal.
 FIRST_COUNTERS = 4

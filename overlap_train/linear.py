@@ -35,14 +35,14 @@ from .ops.wgrad import WeightGradient
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`. Its half in Python looks for torch.func's wrappers in every argument, which takes 2.4 of 7 microseconds.
     Inside of torch.func's transforms calls are refused (plan_cache.py); outside of them its half in C++ does the work. Without
-    gradients forward alone does, which saves all 7."""
+    gradients only forward runs, which saves all 7."""
     in_c: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*arguments: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
             with _as_a_whole():
                 return in_c(*arguments)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # it refuses tangents
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # autograd refuses tangents
             return in_c(*arguments)
         return function.forward(_NoGradients(), *arguments)
 

@@ -253,10 +253,8 @@ class HostCopyEngine(CopyEngine):
             self._queue.put(copy)
 
     def launch(self, kernel: Callable[[], None], *pushes: tuple[torch.Tensor, list[Route]]) -> None:
-        for (
-            source,
-            routes,
-        ) in pushes:  # first: an interpreted kernel returns at its end, and its last tiles need the peers'
+        # Pushes first: an interpreted kernel returns at its end, and its last tiles need the peers'.
+        for source, routes in pushes:
             self.push(source, routes)
         kernel()
 

@@ -169,7 +169,7 @@ class OverlapDomain:
         return LaunchCache(self.launcher, 0)
 
     @cached_property
-    def main_grads(self) -> BoundedCache[tuple[int, ...], torch.Tensor]:
+    def main_grad_addresses(self) -> BoundedCache[tuple[int, ...], torch.Tensor]:
         """Where main_grad of each expert lies, by these addresses; on the device (ops/grouped_wgrad.py)."""
         return BoundedCache()
 

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from ..kernels.signal_words import MAX_CHUNKS
+from ..kernels.signal_words import FIRST_PIECES, MAX_CHUNKS, PEER_WORDS, PIECE
 from ..select.tiles import HOPPER_TILE
 
-PIECE = 16  # rows; as in kernels/hopper_dispatch_gemm.py
 _BLOCK_M = HOPPER_TILE.block_m
 # Rows of an expert and source, in the mean, from which on pairs go in the order in which sources arrive, own rows first: they
 # fill half a group of tiles that share columns. Of shorter ones each expert's weight would be read anew for each source.
@@ -100,9 +99,9 @@ def _pieces(counts: Counts, rank: int, chunks: Counts) -> tuple[Counts, Counts]:
     table[:, 0] += number
     table[:, 1] = np.minimum(table[:, 1] - number, PIECE)
     table[:, 3] += number
-    peers = np.zeros((world, 4 + MAX_CHUNKS + 4), np.int64)
+    peers = np.zeros((world, PEER_WORDS), np.int64)
     peers[:, 0], peers[:, 1], peers[:, 2] = totals.sum(1), counts.sum((1, 2)), counts[:, rank].sum(1)
-    peers[:, 4 : 4 + len(firsts)] = np.maximum(in_chunks, 1)
+    peers[:, FIRST_PIECES : FIRST_PIECES + len(firsts)] = np.maximum(in_chunks, 1)
     return np.concatenate(([[len(which), 0, 0, 0]], table)), peers
 
 

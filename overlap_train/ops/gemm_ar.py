@@ -67,8 +67,8 @@ def sums_sent_on(
     domain: OverlapDomain, engine: EnginePlan, tags: PassTags, a_mk: torch.Tensor, b_kn: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """y, by two calls of one operator. The first one's slot is free again after it: peers have read that when their sums are
-    here."""
+    """y, by two calls of one operator. When all sums are here, peers have read their blocks: the slot of the first call is
+    free."""
     y = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1])
     blocks, staging = y.view(domain.world_size, -1, y.shape[1]), torch.empty_like(y)
     own = blocks[domain.rank]

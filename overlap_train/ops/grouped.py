@@ -11,7 +11,7 @@ import torch
 
 from .routing import Places
 
-_LEAST_EXPERTS = 8  # below, a product for each expert is as fast
+LEAST_EXPERTS = 8  # below, a product for each expert is as fast
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -57,7 +57,7 @@ class GroupedProduct:
                 torch.mm(rows[first : first + count], b_kn, out=out[start : start + count])
 
     def _is_grouped(self, rows: torch.Tensor) -> bool:
-        if len(self._weights) < _LEAST_EXPERTS or not _has_kernel(rows.device):
+        if len(self._weights) < LEAST_EXPERTS or not _has_kernel(rows.device):
             return False
         fits = rows.dtype == torch.bfloat16 and not any(size % 8 for size in self._weights[0].shape)
         return fits and rows.is_contiguous() and self._stacked is not None

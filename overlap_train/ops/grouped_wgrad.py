@@ -16,16 +16,16 @@ import torch
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..select.tiles import tma_reads
+from .grouped import LEAST_EXPERTS
 from .launch import BLOCK_K, BLOCK_M, BLOCK_N, LAUNCH, PART_M, STAGES, grid_size, shared_layout, stored
 from .routing import Places
 from .wgrad import WeightGradient
 
-_LEAST_EXPERTS = 8  # as of grouped products (grouped.py)
 _COUNTERS = 2
 _GROUP = 8  # rows of tiles that share columns in L2
 _RAGGED = 1 << 30  # rows of a ragged descriptor, as the kernel knows it
 _ANY = 0x7FFF_0000  # coordinates that have no edge
-_WRAP = (1 << 64) // _RAGGED  # a step of which _RAGGED are none
+_WRAP = (1 << 64) // _RAGGED  # a stride: _RAGGED of these steps are 2**64, so nothing
 
 
 def add_grouped(
@@ -51,7 +51,7 @@ def add_grouped(
 def _has_kernel(dy: torch.Tensor, x: torch.Tensor, main_grads: Sequence[torch.Tensor], experts: int) -> bool:
     """Whether the kernel serves: gradients of one kind, matrices that TMA reads, main_grad that no two experts share."""
     shape = (dy.shape[1], x.shape[1])
-    if experts < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, *shape):
+    if experts < LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, *shape):
         return False
     if len({main_grad.data_ptr() for main_grad in main_grads}) not in (0, experts):
         return False
@@ -65,10 +65,10 @@ def _words(domain: OverlapDomain, addresses: tuple[int, ...]) -> torch.Tensor:
     call: they are copied once. Without addresses the counters are new, as calls in other streams may be under way."""
     if not addresses:
         return torch.zeros(_COUNTERS, dtype=torch.int64, device=domain.device)
-    known = domain.main_grads.get(addresses)
+    known = domain.main_grad_addresses.get(addresses)
     if known is None:
         words = torch.tensor([*[0] * _COUNTERS, *addresses])
-        known = domain.main_grads.put(addresses, words.to(domain.device, non_blocking=True))
+        known = domain.main_grad_addresses.put(addresses, words.to(domain.device, non_blocking=True))
     return known
 
 

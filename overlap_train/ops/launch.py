@@ -15,6 +15,7 @@ import torch
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.slots import Call
+from ..kernels.signal_words import OWN_TILE
 from ..schedule.order import units_in_run
 from ..select.tiles import HOPPER, HOPPER_TILE
 from .blocks import tails
@@ -34,7 +35,6 @@ STEP = 2048
 # Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
 # 40. Triton counts the first group only.
 LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
-OWN_TILE = 2  # what a kernel counts of an own tile where its sums are sent on; its halves may be stored apart
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.
 _INTERPRETER_POLLS_PER_SECOND = 10_000

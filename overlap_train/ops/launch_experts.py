@@ -3,8 +3,8 @@ FEATURES."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .routing import Routing
 
 FEATURES = BLOCK_K  # else the last panel of an expert's transposed weight would have rows of the next one
+_COMBINE = ("counter_ptr", "complete_ptr", "left_ptr", "epoch_ptr", "outgoing_at_ptr", "abort_ptr", "tag")
+_DISPATCH = (*_COMBINE, "signals_ptr", "record_ptr", "limit")  # it also waits
 MOST_RANKS = 8  # a warp notes in 64 bits which of the chunks of all ranks it has waited for
 _MOST_ROWS = (
     1 << 24
@@ -50,10 +52,8 @@ def dispatch_and_multiply(
     tensors = dict(
         x_ptr=_readable(x), tokens_ptr=routing.tokens, y_ptr=y, pairs_ptr=tables.pairs, pieces_ptr=tables.pieces
     )
-    tensors |= dict(peers_ptr=tables.peers, segments_ptr=tables.segments) | (
-        {} if numbers is None else dict(numbers_ptr=numbers)
-    )
-    _run("hopper_dispatch_gemm", domain, call, plan, product, tensors)
+    tensors |= dict(peers_ptr=tables.peers, segments_ptr=tables.segments)
+    _run(_dispatch_launch, domain, call, plan, product, tensors, numbers)
 
 
 def multiply_and_combine(
@@ -65,8 +65,7 @@ def multiply_and_combine(
     tables, missing = routing.tables, LEAST_ROWS - len(a)
     a = torch.nn.functional.pad(a, (0, 0, 0, missing)) if missing > 0 else _readable(a)
     tensors = dict(a_ptr=a, pairs_ptr=tables.pairs, segments_ptr=tables.segments, peers_ptr=tables.peers)
-    tensors |= {} if numbers is None else dict(numbers_ptr=numbers)
-    _run("hopper_gemm_combine", domain, call, plan, product, tensors)
+    _run(_combine_launch, domain, call, plan, product, tensors, numbers)
 
 
 def sum_on_gpu(domain: OverlapDomain, rows: torch.Tensor, index: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -95,41 +94,59 @@ def _readable(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    name: str, domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct, tensors: dict[str, torch.Tensor]
+    describe: Callable[..., Launch], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct,
+    tensors: dict[str, torch.Tensor], numbers: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch kernel `name`. tensors: what it is told that lies elsewhere in the next call."""
+    """tensors: what the kernel is told that lies elsewhere in the next call."""
     b = product.stack.flatten(0, 1)
-    key = (name, plan, product.transposed, b.shape, "numbers_ptr" in tensors)
+    tensors |= {} if numbers is None else dict(numbers_ptr=numbers)
+    key = (describe, plan, product.transposed, b.shape, numbers is None)
     values = (*(tensor.data_ptr() for tensor in tensors.values()), b.data_ptr(), call.tag.word)
-    call.launches.run(key, values, _launch, name, domain, call, plan, product, tensors, b)
+    call.launches.run(key, values, describe, domain, call, plan, product, tensors, b)
+
+
+def _dispatch_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told: Any) -> Launch:
+    from ..kernels.hopper_dispatch_gemm import hopper_dispatch_gemm_kernel
+
+    arguments, constants, replaced = _told(_DISPATCH, domain, call, plan, *told)
+    arguments |= dict(rows_desc=descriptor(call.gathered, PART_M, BLOCK_K), sent_ptr=call.slot.direct_counters.sent)
+    constants |= dict(STEP=STEP // call.gathered.itemsize)
+    return _launch(hopper_dispatch_gemm_kernel, domain, plan, arguments, constants, replaced)
+
+
+def _combine_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told: Any) -> Launch:
+    from ..kernels.hopper_gemm_combine import hopper_gemm_combine_kernel
+
+    arguments, constants, (_, *replaced) = _told(_COMBINE, domain, call, plan, *told)
+    a = arguments["a_ptr"]
+    arguments |= dict(a_desc=replace(descriptor(a, PART_M, BLOCK_K), shape=[_MOST_ROWS, a.shape[1]]))
+    return _launch(hopper_gemm_combine_kernel, domain, plan, arguments, constants, (("a_ptr", "a_desc"), *replaced))
+
+
+def _told(
+    of_protocol: tuple[str, ...], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct,
+    tensors: dict[str, torch.Tensor], b: torch.Tensor,
+) -> tuple[dict[str, Any], dict[str, Any], Replaced]:  # fmt: skip
+    """(arguments, constants, what is replaced) that both kernels have. b: weights of all experts, one below the other. The first
+    of `tensors` has the features that are multiplied."""
+    block = (BLOCK_N, BLOCK_K) if product.transposed else (BLOCK_K, BLOCK_N)
+    features, protocol = next(iter(tensors.values())).shape[1], protocol_arguments(domain, call, direct=True)
+    arguments = dict(numbers_ptr=None) | tensors | {name: protocol[name] for name in of_protocol}
+    arguments |= dict(b_desc=descriptor(b, *block), n=product.features, k=features, memory_at_ptr=call.slot.memory_at)
+    constants = dict(
+        WORLD=domain.world_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=plan.tile.group_m, STAGES=STAGES,
+        B_IS_NK=product.transposed,
+    )  # fmt: skip
+    return arguments, constants, (*((name,) for name in tensors), ("b_desc",), ("tag",))
 
 
 def _launch(
-    name: str, domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct, tensors: dict[str, torch.Tensor],
-    b: torch.Tensor,
-) -> Launch:  # fmt: skip
-    """b: weights of all experts, one below the other."""
-    kernel = getattr(import_module(f"...kernels.{name}", __name__), f"{name}_kernel")
-    like = tensors["x_ptr" if "x_ptr" in tensors else "a_ptr"]
-    block = (BLOCK_N, BLOCK_K) if product.transposed else (BLOCK_K, BLOCK_N)
-    arguments: dict[str, Any] = dict(numbers_ptr=None) | tensors
-    arguments |= dict(b_desc=descriptor(b, *block), n=product.features, k=like.shape[1])
-    replaced: Replaced = tuple((each,) for each in tensors)
-    if name == "hopper_dispatch_gemm":
-        arguments |= dict(rows_desc=descriptor(call.gathered, PART_M, BLOCK_K))
-    else:
-        whole = descriptor(like, PART_M, BLOCK_K)
-        arguments |= dict(a_desc=replace(whole, shape=[_MOST_ROWS, like.shape[1]]))
-        replaced = (("a_ptr", "a_desc"), *replaced[1:])
-    arguments |= protocol_arguments(domain, call, direct=True) | dict(
-        sent_ptr=call.slot.direct_counters.sent, memory_at_ptr=call.slot.memory_at
-    )
-    constants = dict(
-        WORLD=domain.world_size, STEP=STEP // like.itemsize, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        GROUP_M=plan.tile.group_m, STAGES=STAGES, B_IS_NK=product.transposed,
-    )  # fmt: skip
-    arguments, constants = (
-        {each: value for each, value in told.items() if each in kernel.arg_names} for told in (arguments, constants)
-    )
+    kernel: Any,
+    domain: OverlapDomain,
+    plan: EnginePlan,
+    arguments: dict[str, Any],
+    constants: dict[str, Any],
+    replaced: Replaced,
+) -> Launch:
     grid = grid_size(multiprocessors(domain.device), domain.device, plan.sm_margin)
-    return Launch(kernel, grid, arguments, constants | LAUNCH, (*replaced, ("b_desc",), ("tag",)))
+    return Launch(kernel, grid, arguments, constants | LAUNCH, replaced)

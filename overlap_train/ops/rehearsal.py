@@ -153,8 +153,8 @@ def _passes(plan: Plan, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[Engi
         yield plan.fprop, w.t()
     if wants_dx and (plan.gather is None or in_backward):
         yield plan.dgrad if w.requires_grad else plan.dgrad_alone, w
-    goes_on = plan.fprop.shares or plan.one_shot  # as sums, or partial sums, of the pass itself
-    if plan.gather is not None and not goes_on and (wants_dx or not in_backward):
+    no_gather = plan.fprop.shares or plan.one_shot  # the pass itself sends sums, or partial sums, to all
+    if plan.gather is not None and not no_gather and (wants_dx or not in_backward):
         yield plan.gather, (w if in_backward else w.t()).t()
     if plan.wgrad is not None and torch.is_grad_enabled() and w.requires_grad:
         yield plan.wgrad, w.t()

@@ -78,12 +78,9 @@ class Reach:
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
     def all_reduce(self, pass_: Pass, how: Method, system: System) -> Estimate:
-        """A scatter, and what shows of the gather of its sums: by `fused` its last chunk."""
-        return self._with_gather(self.estimate(pass_, how, system), pass_, how, system)
-
-    def _with_gather(self, scatter: Estimate, pass_: Pass, how: Method, system: System) -> Estimate:
-        """NCCL does both in one call. Words go on as words, or more of them leave in place of the scatter's. All others are
-        copies."""
+        """A scatter, and what shows of the gather of its sums. NCCL does both in one call. Words go on as words, or more of them
+        leave in place of the scatter's. All others are copies. By `fused` in a forward pass only the last chunk shows."""
+        scatter, sent_on = self.estimate(pass_, how, system), how.name == "fused" and self.nodes == 1
         received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
             calls, us = 0, nccl_us
@@ -92,8 +89,8 @@ class Reach:
         elif how.name == "low_latency":
             calls, us = _CALLS["low_latency"], _words_us(pass_, system)
         else:
-            calls = _CALLS["chunked"] + 2 * (pass_.world - 1)
-            chunks = chunks_of_sums(pass_, system) if how.name == "fused" and self.nodes == 1 else 1
+            chunks = chunks_of_sums(pass_, system) if sent_on else 1
+            calls = _CALLS["chunked"] + 2 * (pass_.world - 1) * chunks
             us = max(_push_us(pass_, system, 1), nccl_us) / chunks + system.wait_us + sum_us(system, 2 * received)
         return Estimate(scatter.device_us + us, scatter.host_us + calls * system.host_call_us)
 

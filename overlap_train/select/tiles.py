@@ -92,7 +92,8 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
 
 
 def chunks_of_sums(pass_: Pass, device: System | torch.device) -> int:
-    """The same of a scatter whose sums are sent on: their last chunk shows, so chunks are half as long, and twice as many."""
+    """Into how many chunks a block of sums is cut that is sent on. Only the last chunk shows, so chunks are half as long as
+    else."""
     m_shard = max(1, pass_.m // pass_.world)
     return chunk_count(m_shard, pass_.row_bytes, device.type == "cuda", 8, SHORTEST_COPY // 2, may_cost=1)
 

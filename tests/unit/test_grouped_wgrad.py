@@ -167,7 +167,7 @@ class Experts:
         self.weights = [torch.nn.Parameter(torch.zeros(n, k, dtype=dtype)) for _ in counts]
         self.launches = Launches()
         self.domain: Any = SimpleNamespace(
-            device=torch.device("cpu"), main_grads=BoundedCache(), launches=self.launches
+            device=torch.device("cpu"), main_grad_addresses=BoundedCache(), launches=self.launches
         )
 
     def with_main_grads(self) -> Experts:
@@ -229,7 +229,7 @@ def test_gradients_are_returned_or_added_to_main_grad_and_addresses_copied_once(
                     assert dw is not None and dw.dtype == torch.bfloat16 and torch.equal(dw.double(), expected)
         words = [told[3] for told in one.launches.told]
         is_kept = hasattr(one.weights[0], "main_grad")
-        assert (words[0] is words[1]) is is_kept and len(one.domain.main_grads) == is_kept
+        assert (words[0] is words[1]) is is_kept and len(one.domain.main_grad_addresses) == is_kept
 
 
 def _seven(one: Experts) -> list[WeightGradient | None]:
@@ -311,7 +311,7 @@ def _compiled(adds: bool, dtype: str, divisible: bool) -> tuple[str, int, dict[s
 
 @pytest.mark.parametrize("divisible", [True, False])
 @pytest.mark.parametrize(("adds", "dtype"), [(True, "bf16"), (False, "bf16"), (True, "fp16"), (False, "fp16")])
-def test_it_compiles_without_spills_and_multiplies_what_lies_across(
+def test_the_kernel_spills_nothing_and_reads_both_operands_transposed(
     compiling: ProcessPoolExecutor, adds: bool, dtype: str, divisible: bool
 ) -> None:
     """divisible: features are multiples of 16, which Triton looks at."""

@@ -1,5 +1,6 @@
 """The kernels of experts, run as Python on real tables and memory, all ranks of a group one after the other: every row arrives
-once where it belongs, with its number; tiles wait for all ranks' rows; each signal is sent once, after its rows."""
+once where it belongs, with its number; tiles wait for the ranks whose rows they have; each signal is sent once, behind its rows.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +24,8 @@ from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
 from tests.unit.hopper_model import ORDER, python_of
 
 BLOCKS = BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M = 128, 256, 64, 8
-K, N, STEP, WORD = (
-    5,
-    300,
-    4,
-    77,
-)  # a row is sent in two steps, and the second tile of columns has 44, and its right half none
+# A row is sent in two steps; the second tile of columns has 44, and its right half none.
+K, N, STEP, WORD = 5, 300, 4, 77
 
 
 class Pointer:
@@ -92,9 +89,7 @@ GL = SimpleNamespace(
     int64=torch.int64, multiple_of=lambda pointer, count: pointer, BlockedLayout=lambda *args: None,
     SliceLayout=lambda *args: None, constexpr=int,
 )  # fmt: skip
-NUMBERS = dict(
-    PAIR_WORDS=4, PEER_WORDS=16, SEGMENT_WORDS=4, SLICE=8, SENDERS=2, STORERS=2, PIECE=16, MAX_CHUNKS=MAX_CHUNKS
-)
+NUMBERS = dict(SLICE=8, SENDERS=2, STORERS=2) | {name: n for name, n in vars(signal_words).items() if name.isupper()}
 
 
 class Rank:
@@ -137,7 +132,7 @@ class Warps:
         names |= dict(claim=self.claim, notify_peer=self.notify_peer, wait_signal=self.wait, load_tile=self.load_tile)
         names |= dict(signal_word=ORDER["signal_word"], next_word=lambda *args: WORD, claim_tile=self.claim_tile)
         names |= dict(next_tile=self.next_tile, take_quarter=self.take_quarter, leave_quarter=lambda *args: None)
-        for name in ("count_tiles", "tile_of_experts", "strip_at", "store_rows"):
+        for name in ("count_tiles", "tile_of_experts", "strip_at", "load_strips", "store_rows"):
             names[name] = python_of(getattr(experts, name), **names)
         return names | dict(_send_quarter=python_of(combine._send_quarter, **names))
 

@@ -288,7 +288,7 @@ def test_kernels_of_experts_send_16_bytes_a_thread_and_do_not_spill(
         assert missing(compiled(kernel, True, WORLD=world)[0], f"{kernel}_kernel", {"WORLD": world}) is None
 
 
-def test_only_tiles_of_dispatched_rows_wait(compiled: Compile) -> None:
+def test_dispatch_waits_and_combine_does_not(compiled: Compile) -> None:
     ptx, _ = compiled("hopper_dispatch_gemm", True)
     assert in_order(ptx, FENCE, TMA_LOAD) and re.search("globaltimer", ptx)
     assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
