@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from overlap_train.kernels import hopper_dispatch_gemm as dispatch
 from overlap_train.kernels import hopper_experts as experts
 from overlap_train.kernels import hopper_gemm_combine as combine
+from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops import expert_tables as expert_tables_module
 from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
