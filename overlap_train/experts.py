@@ -161,7 +161,7 @@ class _DispatchLinear(torch.autograd.Function):
         wants_dx, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
         wants_dprobs = ctx.needs_input_grad[1 + len(weights)]
         dy, dx, dprobs, combine = dy.contiguous(), None, None, None
-        numbers = of_rows.float() if wants_dprobs and of_rows is not None else None
+        numbers = of_rows.float().contiguous() if wants_dprobs and of_rows is not None else None
         with op.backward[wants_dx or wants_dprobs, any(wants_dws)]:
             if wants_dx or wants_dprobs:
                 product = GroupedProduct(weights, False, ctx.weights[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -67,8 +68,9 @@ def any_problem(seed: int, world: int) -> Experts:
     )  # fmt: skip
 
 
-def check_problem(case: Case, problem: Experts, seed: int) -> str:
-    """Run and compare. Returns the method by which dispatch_linear ran."""
+def check_problem(case: Case, problem: Experts, seed: int, before: Callable[[int], None] = lambda step: None) -> str:
+    """Run and compare. Returns the method by which dispatch_linear ran. before: is called behind the routing, before each of both
+    operators (0, 1) and before their backward (2, 3)."""
     world, rank, here = case.world, case.rank, problem.experts // case.world
     chosen, mine = problem.chosen(seed), slice(rank * here, (rank + 1) * here)
     experts = range(mine.start, mine.stop)
@@ -102,12 +104,18 @@ def check_problem(case: Case, problem: Experts, seed: int) -> str:
     x_leaf, a_leaf, probs_leaf = leaf(x[rank]), leaf(a[rank]), probs[rank].float().to(case.device).requires_grad_()
     w1_leaves, w2_leaf = [leaf(w1[e]) for e in experts], leaf(w2[mine])
     w1_leaves[0].stacked = None  # type: ignore[attr-defined]
+    before(0)
     y, p = dispatch_linear(
         x_leaf, w1_leaves, routing, probs_leaf, on_plan=lambda plan, _: ran.append(plan.fprop.method), **settings
     )
+    before(1)
     z = linear_combine(a_leaf, w2_leaf, routing, **settings)
     assert p is not None
-    torch.autograd.backward([y, p], [dy[rank].to(y), dp[rank].to(p)])
+    # Gradients may lie apart, as those of a stack do.
+    dp_there = torch.stack([dp[rank].to(p), torch.full_like(p, torch.nan)], 1)[:, 0]
+    before(2)
+    torch.autograd.backward([y, p], [dy[rank].to(y), dp_there])
+    before(3)
     z.backward(dz[rank].to(z))
 
     expected = {name: torch.zeros(leaf.shape, dtype=torch.float64) for name, leaf in (("dx", x_leaf), ("z", z))}

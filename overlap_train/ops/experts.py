@@ -95,19 +95,21 @@ def expert_op(
     if known is None or problem is not None or asked:
         what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(x.dtype)}"
         request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
-        served = len(weights) if _kernels_serve(weights[0], routing.world_size) else None
         _agree(domain, request, problem, name, known is not None, trains)
+        served = len(weights) if _kernels_serve(weights[0], routing.world_size) else None
         known = cache.plans.put(key, {
             why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why, served), trained["w"])
             for why in (None, *OVERFLOWS)
         })  # fmt: skip
         plan = known[None].plan
-        if plan.fprop.method == "fused":
+        if plan.fprop.method == "fused" and overflow is None:
             with compiling_ahead(name):
                 from .rehearsal import compile_experts_ahead
 
                 compile_experts_ahead(domain, plan, weights, probs is not None)
     op = known[overflow].linear(name)
+    if op.plan.fprop.method != "fused":
+        routing.prepare()
     if on_plan is not None:
         on_plan(op.plan, None)
     return op

@@ -71,7 +71,9 @@ class GroupedProduct:
     def stack(self) -> torch.Tensor:
         """The weights [E/W, N, K] as one tensor, contiguous: a copy for this product, where none is kept."""
         stacked = self._stacked
-        return torch.stack([*self._weights]) if stacked is None else stacked
+        if stacked is None:
+            return torch.stack([*self._weights])
+        return stacked if stacked.data_ptr() % 16 == 0 else stacked.clone()  # TMA reads what starts on 16 bytes
 
     @cached_property
     def _stacked(self) -> torch.Tensor | None:

@@ -284,7 +284,7 @@ def _all_reducing(
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
     in_forward = not spec.sends_input
-    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True)
+    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True, in_forward=in_forward)
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
     shares = in_forward and choice.method == "fused" and topology.nodes == 1

@@ -69,13 +69,22 @@ class Routing:
     @cached_property
     def place_of_received(self) -> torch.Tensor:
         """The place in placed order of each row of the messages from all ranks, one behind the other: int64 [R]."""
-        return _shifted(self._starts - _before(self._here), self._here, self.device)
+        return _shifted(self._starts - _before(self._here), self._here, self.rows_received, self.device)
 
     @cached_property
     def places(self) -> list[Places]:
         """Those of the rows from each rank."""
         indices = self.place_of_received.split(self.received)
         return [*map(Places, self._starts.tolist(), self._here.tolist(), indices, self._ends)]
+
+    @cached_property
+    def _place_in_message(self) -> torch.Tensor:
+        """The place in its message of each row in sent order: int64 [N]."""
+        return _shifted(-_before(self._sent), self._sent, self.rows_sent, self.device)
+
+    def prepare(self) -> None:
+        """Work out what messages want, before an operator, within which the host reads no tensor."""
+        _ = self.places, self._place_in_message
 
     @cached_property
     def tables(self) -> Tables:
@@ -102,8 +111,7 @@ class Routing:
     def _in_message(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(place in its message, rank that it goes to) of each row in `_by_token`: int64 [N]."""
         rank = self.pairs[1] // (self.experts // self.world_size)
-        places = _shifted(-_before(self._sent), self._sent, self.device)
-        return places[self._by_token], rank[self._by_token]
+        return self._place_in_message[self._by_token], rank[self._by_token]
 
     @cached_property
     def _ends_of_tokens(self) -> torch.Tensor:
@@ -132,9 +140,8 @@ def _before(counts: torch.Tensor) -> torch.Tensor:
     return (flat.cumsum(0) - flat).view(counts.shape)
 
 
-def _shifted(shifts: torch.Tensor, counts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """0, 1, 2, ... in runs of `counts`, each run shifted by its number: int64."""
-    total = int(counts.sum())
+def _shifted(shifts: torch.Tensor, counts: torch.Tensor, total: int, device: torch.device) -> torch.Tensor:
+    """0, 1, 2, ... in runs of `counts`, `total` of them together, each run shifted by its number: int64 [total]."""
     both = _on_device(torch.stack((shifts.flatten(), counts.flatten())), device)
     return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)
 

@@ -88,11 +88,18 @@ class Choice:
 
 
 def choose(
-    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False
+    requested: str,
+    pass_: Pass,
+    device: torch.device | System,
+    table: Table,
+    nodes: int = 1,
+    all_reduces: bool = False,
+    in_forward: bool = False,
 ) -> Choice:
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
-    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again.
+    nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;
+    in_forward: behind nothing else.
     """
     system = _system_of(pass_, device)
     winner = winner_of(pass_, system, table)
@@ -101,7 +108,7 @@ def choose(
     elif winner is not None:
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
-        choice = untuned(pass_, system, nodes, all_reduces)
+        choice = untuned(pass_, system, nodes, all_reduces, in_forward)
     return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
@@ -113,9 +120,11 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winne
     return winner if fits else None
 
 
-def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False) -> Choice:
+def untuned(
+    pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False, in_forward: bool = False
+) -> Choice:
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
-    estimated to be faster. all_reduces: see choose."""
+    estimated to be faster. all_reduces, in_forward: see choose."""
     system, reach = System.of(device), reach_of(nodes)
     if system.type != "cuda":
         return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
@@ -126,7 +135,7 @@ def untuned(pass_: Pass, device: torch.device | System, nodes: int = 1, all_redu
     for name in fits:
         how = with_options(name, pass_, system, nodes=nodes)
         if all_reduces:
-            one = reach.all_reduce(pass_, how, system)
+            one = reach.all_reduce(pass_, how, system, in_forward)
         else:
             one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)

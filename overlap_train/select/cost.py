@@ -77,10 +77,10 @@ class Reach:
         us = _backward_us(pass_, how, system, alone, finish) if backward else alone + finish
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
-    def all_reduce(self, pass_: Pass, how: Method, system: System) -> Estimate:
+    def all_reduce(self, pass_: Pass, how: Method, system: System, in_forward: bool) -> Estimate:
         """A scatter, and what shows of the gather of its sums. NCCL does both in one call. Words go on as words, or more of them
         leave in place of the scatter's. All others are copies. By `fused` in a forward pass only the last chunk shows."""
-        scatter, sent_on = self.estimate(pass_, how, system), how.name == "fused" and self.nodes == 1
+        scatter, sent_on = self.estimate(pass_, how, system), in_forward and how.name == "fused" and self.nodes == 1
         received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
             calls, us = 0, nccl_us

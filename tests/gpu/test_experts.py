@@ -25,12 +25,12 @@ def method(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def check(case: Case, problem: Experts, seed: int, runs_as: str = "") -> None:
+def check(case: Case, problem: Experts, seed: int, runs_as: str = "", **told: Any) -> None:
     """check_problem, for `fused` with features that it serves, and with room for what one rank gets."""
     method, case = case.config.method, replace(case, config=replace(case.config, experts_room=64.0))
     if method == "fused":
         problem = replace(problem, features=64 * (1 + seed % 5), hidden=64 * (1 + seed % 3))
-    assert check_problem(case, problem, seed) == (runs_as or method)
+    assert check_problem(case, problem, seed, **told) == (runs_as or method)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -126,10 +126,13 @@ def test_late_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_late_ranks(case: Case) -> None:
-    """Each operator of one rank starts late: the others' kernels wait for it, tile by tile."""
+    """One rank starts each operator late, another one each backward: the others' kernels wait for it, tile by tile."""
     for seed in range(2 * case.world):
-        torch.cuda._sleep(20 * MILLISECOND * (case.rank == seed % case.world))
-        check(case, Experts(8 * case.world, 2, (64,) * case.world, 64, 32), seed)
+
+        def late(step: int, seed: int = seed) -> None:
+            torch.cuda._sleep(20 * MILLISECOND * (case.rank == (seed + step // 2) % case.world))
+
+        check(case, Experts(8 * case.world, 2, (64,) * case.world, 64, 32), seed, before=late)
 
 
 def test_every_run_gives_the_same_bits(case: Case) -> None:

@@ -328,7 +328,7 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
             config, probs = case.config, torch.ones(6, 2 * world)
             if is_wrong:
                 x = {"features": x[:, :-1], "rows": x[:-1], "dtype": x.half()}.get(mistake, x)
-                w = w[:1] if mistake == "weights" else w
+                w = {"weights": w[:1], "flat weights": w[0], "no weights": []}.get(mistake, w)
                 config = replace(config, fp8="tensorwise") if mistake == "fp8" else config
                 probs = torch.ones(6, 3) if mistake == "probs" else probs
                 if mistake == "order":
@@ -347,7 +347,8 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
 MISTAKES = {
     "experts": r"torch.bool \(6, 3\); it must be bool", "numbers": r"torch.int32 \(6, 4\); it must be bool",
     "features": "a row for each of the tokens", "rows": r"\[6, 8\]", "dtype": "must be the same",
-    "weights": "one .* for each of this rank's 2 experts", "probs": "one for each token", "order": "linear_combine",
+    "weights": "one .* for each of this rank's 2 experts", "flat weights": r"it must be \[E/W, N, K\]",
+    "no weights": "w has 0 weights", "probs": "one for each token", "order": "linear_combine",
     "fp8": "dispatch_linear has no form in fp8", "none": "routing is a NoneType; it must be what expert_routing returned",
     "device": "x is on cpu, its routing on meta",
 }  # fmt: skip

@@ -18,5 +18,7 @@ def test_rows_are_added_in_their_order_and_rounded_once(features: int) -> None:
     in_slot[index] = rows.half()
     ends = torch.tensor([0, *counts]).cumsum(0)
     y = torch.full((len(counts), features), -1.0, dtype=torch.float16)
-    sum_of_tokens_kernel[(len(counts),)](in_slot, index, ends, y, features, BLOCK=16)
+    sum_of_tokens_kernel[(len(counts),)](in_slot, index, ends, y, features, torch.tensor([0]), BLOCK=16)
     assert torch.equal(y.float(), torch.tensor([2050.0, 0.0, 5.0, 0.0])[:, None].expand(-1, features))
+    sum_of_tokens_kernel[(len(counts),)](in_slot, index, ends, y, features, torch.tensor([1]), BLOCK=16)
+    assert y.isnan().all(), "where a wait gave up"

@@ -5,9 +5,12 @@ once where it belongs, with its number; tiles wait for the ranks whose rows they
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -122,6 +125,7 @@ class Warps:
     def __init__(self, group: list[Rank], rank: int) -> None:
         self.group, self.rank, self.own = group, rank, group[rank]
         self.claimed = 0
+        self.arrived: Callable[[int, int], bool] = lambda target, chunk: True  # whether all that a signal says is there
         self.tiles: list[tuple[int, ...]] = []
         self.known: list[set[int]] = []  # by tile the signals that have been waited for
         slots = Pointers([Pointer(peer.slot) for peer in group])
@@ -173,6 +177,7 @@ class Warps:
         counted = counter.add(int(amount))
         assert counted <= int(count)
         if counted == int(count):
+            assert self.arrived(*divmod(counter.at, MAX_CHUNKS)), "its rows are there"
             signal.set(word)
 
 
@@ -227,7 +232,7 @@ def placed(counts: Counts, rank: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int) -> None:
     counts = any_counts(seed)
     group, world, here = group_of(counts, K), len(counts), counts.shape[2]
@@ -239,6 +244,7 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
     for rank, own in enumerate(group):
         x = torch.arange(sent[rank])[:, None] * 10 + torch.arange(K) + 1_000_000 * rank
         warps = Warps(group, rank)
+        warps.arrived = partial(_sent, group, counts, rank)
         python_of(dispatch._send, **warps.names())(
             Pointer(x[torch.argsort(order[rank])].ravel()), Pointer(order[rank]), Pointer(torch.arange(sent[rank]) + 0.5),
             *(Pointer(each.ravel()) for each in (own.tables.pieces, own.tables.peers)), _sending(warps), words, K, STEP,
@@ -252,6 +258,15 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
         assert own.numbers(len(rows)).tolist() == [row + 0.5 for *_, row in rows]
         for b_is_nk in (True, False):
             _multiply_and_store(group, rank, words, counts, b_is_nk)
+
+
+def _sent(group: list[Rank], counts: Counts, rank: int, target: int, chunk: int) -> bool:
+    """Whether all of this rank's rows of a chunk are at the target, with their numbers."""
+    rows, here = placed(counts, target), counts.shape[2]
+    chunks = np.searchsorted(expert_tables_module._ends_of_chunks(here), np.arange(here), "right")
+    mine = [at for at, (expert, source, _) in enumerate(rows) if source == rank and chunks[expert] == chunk]
+    there = group[target]
+    return bool((there.rows(len(rows))[mine] != EMPTY).all() and (there.numbers(len(rows))[mine] != EMPTY).all())
 
 
 def _sending(warps: Warps) -> tuple[Any, ...]:
@@ -323,8 +338,16 @@ def test_chunks_grow() -> None:
         assert np.diff(ends, prepend=0).tolist() == sizes
 
 
+def _returned(group: list[Rank], counts: Counts, rank: int, with_numbers: bool, target: int, chunk: int) -> bool:
+    """Whether all rows of the target's tokens that this rank's experts have are back, with their numbers."""
+    mine = [row for _, source, row in placed(counts, rank) if source == target]
+    there, count = group[target], int(counts[target].sum())
+    has_numbers = not with_numbers or bool((there.numbers(count)[mine] != EMPTY).all())
+    return chunk == 0 and has_numbers and bool((there.rows(count)[mine] != EMPTY).all())
+
+
 @pytest.mark.parametrize("with_numbers", [False, True])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: bool) -> None:
     counts = any_counts(seed)
     group, world = group_of(counts, N), len(counts)
@@ -332,6 +355,7 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
         own.prepare(int(counts[rank].sum()))
     for rank, own in enumerate(group):
         warps, rows = Warps(group, rank), placed(counts, rank)
+        warps.arrived = partial(_returned, group, counts, rank, with_numbers)
         pairs, segments, peers = (
             Pointer(each.ravel()) for each in (own.tables.pairs, own.tables.segments, own.tables.peers)
         )
@@ -350,3 +374,36 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
                     rows[row] = torch.tensor([place * 100_000 + expert * N, 1000 * source + place])
         assert torch.equal(own.rows(len(rows)), rows[:, :1] + torch.arange(N))
         assert not with_numbers or torch.equal(own.numbers(len(rows)), rows[:, 1].float())
+
+
+def _late_stores() -> Any:
+    """Each store is made when the next one begins."""
+    waiting: list[tuple[Any, ...]] = []
+
+    def store(pointer: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
+        for one in waiting:
+            _store(*one)
+        waiting[:] = [(pointer, values, mask)]
+
+    return patch.object(GL, "store", store)
+
+
+_add = Words.add
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "signals before rows": (_late_stores, "its rows are there"),
+    "no wait for rows": (lambda: patch.object(Warps, "wait", lambda *told: None), "for its own rows"),
+    "rows counted twice": (lambda: patch.object(Words, "add", lambda self, amount: _add(self, 2 * amount)), "there|<="),
+    "a chunk without a signal": (lambda: patch.object(Words, "set", lambda *told: None), "77"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault: str) -> None:
+    plant, said = FAULTS[fault]
+    with plant(), pytest.raises(AssertionError, match=said):
+        _dispatch_all()
+
+
+def _dispatch_all() -> None:
+    for seed in range(16):  # whichever shows it
+        test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed)
