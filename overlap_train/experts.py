@@ -63,7 +63,7 @@ def expert_routing(
     with op.forward, torch.no_grad():
         counts = experts.sum(0, dtype=torch.int32).view(1, -1)
         of_ranks = op.plan.fprop.start(domain, op.tags.fprop, counts).gathered_copy().cpu()
-    return Routing(experts, of_ranks.long(), domain)  # behind the scope: it raises where a wait has failed on the GPU
+    return Routing(experts, of_ranks, domain)  # behind the scope: it raises where a wait has failed on the GPU
 
 
 def dispatch_linear(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from ..kernels.signal_words import FIRST_PIECES, MAX_CHUNKS, PEER_WORDS, PIECE
+from ..kernels.signal_words import FIRST_PIECES, MAX_CHUNKS, PAIR_WORDS, PEER_WORDS, PIECE, PIECE_WORDS, SEGMENT_WORDS
 from ..select.tiles import HOPPER_TILE
 
 _BLOCK_M = HOPPER_TILE.block_m
@@ -29,7 +29,7 @@ _BLOCK_M = HOPPER_TILE.block_m
 _LONG_SEGMENT = HOPPER_TILE.group_m * _BLOCK_M // 2
 LEAST_ROWS = _BLOCK_M // HOPPER_TILE.parts  # that a strip is read from
 
-Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Tables(NamedTuple):
@@ -43,18 +43,83 @@ def chunk_count(experts_here: int) -> int:
     return min(MAX_CHUNKS, experts_here)
 
 
-def expert_tables(counts: Counts, rank: int, moved: Callable[[torch.Tensor], torch.Tensor]) -> Tables:
-    """Tables of `rank`. counts: rows [W, W, E/W] from a rank to another's experts. moved: moves them to a device, all at once."""
-    here = counts.shape[2]
-    chunks: Counts = np.searchsorted(_ends_of_chunks(here), np.arange(here), "right").astype(np.int64)  # of each expert
-    found = [
-        _pairs(counts[:, rank].T, rank, chunks),
-        *_pieces(counts, rank, chunks),
-        _segments(counts, rank),
-    ]
-    table = moved(torch.from_numpy(np.concatenate([each.ravel() for each in found]).astype(np.int32)))
+def expert_tables(counts: Counts, rank: int, moved: Callable[[Counts], torch.Tensor]) -> Tables:
+    """Tables of `rank`. counts: rows [W, W, E/W] from a rank to another's experts. moved: moves them to a device, all at once.
+    The GPU stands still until they are there."""
+    in_sent_order, segments = before_each(counts), np.zeros((*counts.shape[:0:-1], SEGMENT_WORDS), np.int32)
+    by_expert = counts[:, rank].T
+    segments[..., 0] = first = before_each(by_expert[None])[0]
+    segments[..., 1] = first + by_expert
+    segments[..., 2] = in_sent_order[:, rank].T - first
+    found = [_pairs(segments, rank), *_pieces(counts, in_sent_order[rank], rank), segments]
+    table = moved(np.concatenate([each.ravel() for each in found]))
     parts = table.split([each.size for each in found])
     return Tables(*(part.view(each.shape) for part, each in zip(parts, found, strict=True)))
+
+
+def _pairs(segments: Counts, rank: int) -> Counts:
+    here, world, _ = segments.shape
+    starts, ends = segments[:, 0, 0], segments[:, -1, 1]
+    counts = (ends - starts + (_BLOCK_M - 1)) // _BLOCK_M
+    expert, number = _runs(np.arange(here, dtype=np.int32), counts)
+    first, end, chunk = starts[expert] + number * _BLOCK_M, ends[expert], _order(world, here, rank).chunks[expert]
+    pairs: Counts = np.empty((1 + len(expert), PAIR_WORDS), np.int32)
+    pairs[0] = len(expert), max(ends[-1], LEAST_ROWS), world, 0
+    of_pairs = pairs[1:]
+    of_pairs[:, 0], of_pairs[:, 1], of_pairs[:, 2], of_pairs[:, 3] = expert, first, end, chunk
+    if ends[-1] >= _LONG_SEGMENT * here * world:
+        of_pair = segments[expert]
+        begins = np.maximum(of_pair[..., 0], first[:, None])
+        turns = (begins < np.minimum(of_pair[..., 1], first[:, None] + _BLOCK_M)) * ((rank - np.arange(world)) % world)
+        pairs[1:] = of_pairs[np.argsort(turns.max(1) + world * chunk, kind="stable")]
+    return pairs
+
+
+def _pieces(counts: Counts, in_sent_order: Counts, rank: int) -> tuple[Counts, Counts]:
+    """(pieces, peers). in_sent_order: where this rank's rows for each expert begin there."""
+    world, _, here = counts.shape
+    of_call = _order(world, here, rank)
+    sent, totals = counts[rank], counts.sum(0, dtype=np.int32)
+    pieces: Counts = (sent + (PIECE - 1)) // PIECE
+    in_chunks = np.add.reduceat(pieces, of_call.firsts, 1)
+    pieces[:, of_call.firsts] += in_chunks == 0
+    segments = np.empty((world, here, PIECE_WORDS), np.int32)
+    segments[..., 0], segments[..., 1], segments[..., 2] = in_sent_order, sent, of_call.parts
+    # At each rank what comes before its experts' rows from here: those of experts before, and from ranks before.
+    segments[..., 3] = totals.cumsum(1) - totals + counts[:rank].sum(0)
+    which, number = _runs(of_call.experts, pieces.ravel()[of_call.experts])
+    number *= PIECE
+    table: Counts = np.empty((1 + len(which), PIECE_WORDS), np.int32)
+    table[0] = len(which), 0, 0, 0
+    np.take(segments.reshape(-1, PIECE_WORDS), which, 0, out=table[1:])
+    table[1:, 0] += number
+    table[1:, 1] = np.minimum(table[1:, 1] - number, PIECE)
+    table[1:, 3] += number
+    peers = np.zeros((world, PEER_WORDS), np.int32)
+    peers[:, 0], peers[:, 1], peers[:, 2] = totals.sum(1), counts.sum((1, 2)), counts[:, rank].sum(1)
+    peers[:, FIRST_PIECES : FIRST_PIECES + len(of_call.firsts)] = np.maximum(in_chunks, 1)
+    return table, peers
+
+
+class _Order(NamedTuple):
+    """What is the same in all calls. chunks: of each expert. firsts: the first expert of each chunk. parts [W, E/W]: rank x
+    MAX_CHUNKS + chunk. experts: rank x E/W + expert in the order in which rows are sent."""
+
+    chunks: Counts
+    firsts: Counts
+    parts: Counts
+    experts: Counts
+
+
+@functools.cache
+def _order(world: int, here: int, rank: int) -> _Order:
+    ends = _ends_of_chunks(here)
+    firsts = np.concatenate(([0], ends[:-1]))
+    numbers: Counts = np.arange(world, dtype=np.int32)
+    chunks: Counts = np.searchsorted(ends, np.arange(here), "right").astype(np.int32)
+    ranks: Counts = (rank + numbers) % world * here
+    experts = [(ranks[:, None] + np.arange(first, end)).ravel() for first, end in zip(firsts, ends, strict=True)]
+    return _Order(chunks, firsts, numbers[:, None] * MAX_CHUNKS + chunks, np.concatenate(experts))
 
 
 def _ends_of_chunks(here: int) -> Counts:
@@ -64,73 +129,14 @@ def _ends_of_chunks(here: int) -> Counts:
     return np.maximum(numbers, -(-here * numbers * (numbers + 1) // (count * (count + 1))))
 
 
-def _pairs(by_expert: Counts, rank: int, chunks: Counts) -> Counts:
-    """by_expert: rows of each expert and source rank."""
-    totals, (_, world) = by_expert.sum(1), by_expert.shape
-    starts = _before(totals)
-    counts: Counts = -(-totals // _BLOCK_M)
-    expert, number = _runs(counts)
-    first, end, chunk = starts[expert] + _BLOCK_M * number, (starts + totals)[expert], chunks[expert]
-    pairs = np.stack((expert, first, end, chunk), 1)
-    if by_expert.size and by_expert.mean() >= _LONG_SEGMENT:
-        rows, begins = by_expert[expert], _before(by_expert)[expert]
-        has = (rows > 0) & (begins < np.minimum(first + _BLOCK_M, end)[:, None]) & (begins + rows > first[:, None])
-        turn = np.where(has, (rank - np.arange(world)) % world, 0).max(1)
-        pairs = pairs[np.lexsort((turn, chunk))]
-    return np.concatenate(([[len(expert), max(int(totals.sum()), LEAST_ROWS), world, 0]], pairs))
+def _runs(values: Counts, lengths: Counts) -> tuple[Counts, Counts]:
+    """Each value in a run of its length, and the number of each in its run."""
+    which: Counts = np.repeat(values, lengths)
+    starts = lengths.cumsum(dtype=np.int32) - lengths
+    return which, np.arange(len(which), dtype=np.int32) - np.repeat(starts, lengths)
 
 
-def _pieces(counts: Counts, rank: int, chunks: Counts) -> tuple[Counts, Counts]:
-    """(pieces, peers)."""
-    world, _, here = counts.shape
-    firsts, order = _order_of_pieces(world, here, rank)
-    sent: Counts = counts[rank]
-    pieces: Counts = -(-sent // PIECE)
-    in_chunks = np.add.reduceat(pieces, firsts, 1)
-    pieces[:, firsts] += in_chunks == 0
-    part = np.arange(world)[:, None] * MAX_CHUNKS + chunks
-    # At each rank what comes before its experts' rows from here: those of experts before, and from ranks before.
-    totals = counts.sum(0)
-    place = np.cumsum(totals, 1) - totals + counts[:rank].sum(0)
-    segments = np.stack((_before(sent), sent, part, place), 2).reshape(-1, 4)[order]
-    which, number = _runs(pieces.ravel()[order])
-    table = segments.astype(np.int32)[which]
-    number *= PIECE
-    table[:, 0] += number
-    table[:, 1] = np.minimum(table[:, 1] - number, PIECE)
-    table[:, 3] += number
-    peers = np.zeros((world, PEER_WORDS), np.int64)
-    peers[:, 0], peers[:, 1], peers[:, 2] = totals.sum(1), counts.sum((1, 2)), counts[:, rank].sum(1)
-    peers[:, FIRST_PIECES : FIRST_PIECES + len(firsts)] = np.maximum(in_chunks, 1)
-    return np.concatenate(([[len(which), 0, 0, 0]], table)), peers
-
-
-@functools.cache
-def _order_of_pieces(world: int, here: int, rank: int) -> tuple[Counts, Counts]:
-    """(the first expert of each chunk, (rank, expert) as rank x E/W + expert in the order in which they are sent)."""
-    ends = _ends_of_chunks(here)
-    firsts: Counts = np.concatenate(([0], ends[:-1]))
-    ranks: Counts = (rank + np.arange(world)) % world * here
-    return firsts, np.concatenate([
-        (ranks[:, None] + np.arange(first, end)).ravel() for first, end in zip(firsts, ends, strict=True)
-    ])  # fmt: skip
-
-
-def _segments(counts: Counts, rank: int) -> Counts:
-    by_expert = counts[:, rank].T
-    first = _before(by_expert)
-    sent = np.stack([_before(of_rank)[rank] for of_rank in counts], 1)
-    return np.stack((first, first + by_expert, sent - first, np.zeros_like(first)), 2)
-
-
-def _runs(lengths: Counts) -> tuple[Counts, Counts]:
-    """(0, 0, .., 1, 1, ..) in runs of `lengths`, and the number of each in its run."""
-    which: Counts = np.repeat(np.arange(len(lengths)), lengths)
-    return which, np.arange(len(which)) - _before(lengths)[which]
-
-
-def _before(counts: Counts) -> Counts:
-    """How much comes before each, row by row."""
-    flat = counts.ravel()
-    before: Counts = (np.cumsum(flat) - flat).reshape(counts.shape)
-    return before
+def before_each(counts: Counts) -> Counts:
+    """How much comes before each, in each of the matrices."""
+    flat = counts.reshape(len(counts), -1)
+    return (flat.cumsum(1, dtype=np.int32) - flat).reshape(counts.shape)

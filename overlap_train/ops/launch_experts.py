@@ -37,9 +37,8 @@ FEATURES = BLOCK_K  # else the last panel of an expert's transposed weight would
 _COMBINE = ("counter_ptr", "complete_ptr", "left_ptr", "epoch_ptr", "outgoing_at_ptr", "abort_ptr", "tag")
 _DISPATCH = (*_COMBINE, "signals_ptr", "record_ptr", "limit")  # it also waits
 MOST_RANKS = 8  # a warp notes in 64 bits which of the chunks of all ranks it has waited for
-_MOST_ROWS = (
-    1 << 24
-)  # of an operand, as its descriptor says: one launch for any number. No strip ends beyond the last row.
+# Of an operand, as its descriptor says: one launch serves any number. No strip ends beyond the last row.
+_MOST_ROWS = 1 << 24
 
 
 def dispatch_and_multiply(

@@ -16,9 +16,10 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from .expert_tables import Tables, expert_tables
+from .expert_tables import Counts, Tables, before_each, expert_tables
 from .launch_experts import sum_on_gpu
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Places:
 class Routing:
     """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
 
-    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int64 [W, E] of the host.
+    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, integers [W, E] of the host.
     domain: of the group.
 
     sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. all_places: of
@@ -55,21 +56,32 @@ class Routing:
         self._chosen, self.domain, self.world_size = chosen, domain, len(counts)
         self.tokens_here, self.experts = chosen.shape
         self.device, rank = chosen.device, domain.rank
-        self._by_rank = by_rank = counts.view(self.world_size, self.world_size, -1)  # from, to, expert
-        self._sent, self._here = by_rank[rank].sum(1), by_rank[:, rank]
-        self.sent: list[int] = self._sent.tolist()
-        self.received: list[int] = self._here.sum(1).tolist()
+        from_to_expert = (self.world_size, self.world_size, self.experts // self.world_size)
+        self._counts: Counts = counts.numpy().astype(np.int32).reshape(from_to_expert)
+        self._here, between_ranks = self._counts[:, rank], self._counts.sum(2)
+        self.sent: list[int] = between_ranks[rank].tolist()
+        self.received: list[int] = between_ranks[:, rank].tolist()
         self.rows_sent, self.rows_received = sum(self.sent), sum(self.received)
-        self.largest, self.total = int(by_rank.sum(2).max()), int(counts.sum())
-        self._starts, totals = _before(self._here.t()).t(), self._here.sum(0)
-        ends = torch.cat((self._here, totals[None])).cumsum(1).int()
-        self._ends = _on_device(ends, self.device)
-        self.all_places = Places(self._starts[0].tolist(), totals.tolist(), None, self._ends[-1])
+        self.largest, self.total = int(between_ranks.max()), int(between_ranks.sum())
+
+    @cached_property
+    def _starts(self) -> Counts:
+        """Where the rows from each rank for each expert begin in placed order."""
+        return before_each(self._here.T[None])[0].T
+
+    @cached_property
+    def _ends(self) -> torch.Tensor:
+        """Where they end for each expert, of the rows of each rank, and of all: int32 [W + 1, E/W]."""
+        return _on_device(np.vstack((self._here, self._here.sum(0))).cumsum(1, dtype=np.int32), self.device)
+
+    @cached_property
+    def all_places(self) -> Places:
+        return Places(self._starts[0].tolist(), self._here.sum(0).tolist(), None, self._ends[-1])
 
     @cached_property
     def place_of_received(self) -> torch.Tensor:
         """The place in placed order of each row of the messages from all ranks, one behind the other: int64 [R]."""
-        return _shifted(self._starts - _before(self._here), self._here, self.rows_received, self.device)
+        return _shifted(self._starts - before_each(self._here[None])[0], self._here, self.rows_received, self.device)
 
     @cached_property
     def places(self) -> list[Places]:
@@ -80,7 +92,8 @@ class Routing:
     @cached_property
     def _place_in_message(self) -> torch.Tensor:
         """The place in its message of each row in sent order: int64 [N]."""
-        return _shifted(-_before(self._sent), self._sent, self.rows_sent, self.device)
+        sent = np.array(self.sent)
+        return _shifted(sent - sent.cumsum(), sent, self.rows_sent, self.device)
 
     def prepare(self) -> None:
         """Work out what messages want, before an operator, within which the host reads no tensor."""
@@ -89,7 +102,7 @@ class Routing:
     @cached_property
     def tables(self) -> Tables:
         """What kernels of experts are told."""
-        return expert_tables(self._by_rank.numpy(), self.domain.rank, partial(_on_device, device=self.device))
+        return expert_tables(self._counts, self.domain.rank, partial(_on_device, device=self.device))
 
     @cached_property
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,18 +147,13 @@ class Routing:
         return bag(index, rows.float(), self._ends_of_tokens, mode="sum", include_last_offset=True).to(rows.dtype)
 
 
-def _before(counts: torch.Tensor) -> torch.Tensor:
-    """How many rows come before those of each, row by row of a matrix of counts."""
-    flat = counts.flatten()
-    return (flat.cumsum(0) - flat).view(counts.shape)
-
-
-def _shifted(shifts: torch.Tensor, counts: torch.Tensor, total: int, device: torch.device) -> torch.Tensor:
+def _shifted(shifts: Counts, counts: Counts, total: int, device: torch.device) -> torch.Tensor:
     """0, 1, 2, ... in runs of `counts`, `total` of them together, each run shifted by its number: int64 [total]."""
-    both = _on_device(torch.stack((shifts.flatten(), counts.flatten())), device)
+    both = _on_device(np.stack((shifts.ravel(), counts.ravel())), device)
     return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)
 
 
-def _on_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _on_device(numbers: Counts, device: torch.device) -> torch.Tensor:
     """Numbers of the host, by a copy for which it does not wait: within an operator it must not."""
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+    tensor = torch.from_numpy(numbers)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

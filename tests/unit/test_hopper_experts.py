@@ -217,7 +217,7 @@ def any_counts(seed: int) -> Counts:
 
 
 def group_of(counts: Counts, features: int) -> list[Rank]:
-    tables = [expert_tables(counts, rank, lambda table: table) for rank in range(len(counts))]
+    tables = [expert_tables(counts, rank, torch.from_numpy) for rank in range(len(counts))]
     rows = max(counts.sum((0, 2)).max(), counts.sum((1, 2)).max())
     return [Rank(table, int(rows), features) for table in tables]
 
@@ -314,7 +314,7 @@ def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: 
 def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() -> None:
     """Own rows first, then those of rank-1, ...; of many experts each has all its rows together, whoever they come from."""
     few, many = np.full((4, 4, 2), 1000), np.full((4, 4, 32), 250)
-    pairs, segments = (each.tolist() for each in expert_tables(few, 1, lambda table: table)[::3])
+    pairs, segments = (each.tolist() for each in expert_tables(few, 1, torch.from_numpy)[::3])
     turns = [
         (
             chunk,
@@ -327,7 +327,7 @@ def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() ->
         for expert, first, _, chunk in pairs[1:]
     ]
     assert turns == sorted(turns) and turns[0] == (0, 0)
-    pairs = expert_tables(many, 1, lambda table: table).pairs[1:]
+    pairs = expert_tables(many, 1, torch.from_numpy).pairs[1:]
     assert pairs[:, 1].tolist() == sorted(pairs[:, 1].tolist())
 
 
