@@ -166,13 +166,14 @@ def low_latency_all_reduce_kernel(
         places = part * BLOCK + tl.arange(0, BLOCK)
         first = tl.zeros((BLOCK,), tl.float32)
         second = first
+        from_ptr = words_ptr
         for source in range(WORLD):
             if source == rank:
                 payload = load_payload(partial_ptr, places, size, PER_WORD)
             else:
-                from_ptr = words_ptr + tl.cast(source, tl.int64) * block_words
                 payload = receive_words(from_ptr, places, places < block_words, flag, source, signals_ptr, expected,
                                         abort_ptr, record_ptr, limit, TIMED)  # fmt: skip
+            from_ptr += block_words
             more, more_too = widened(payload, DTYPE)
             first, second = first + more, second + more_too
         store_sum(y_ptr, bias_ptr, places, first, second, size, n, PER_WORD, DTYPE)
