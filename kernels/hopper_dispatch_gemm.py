@@ -44,7 +44,7 @@ PIECE = gl.constexpr(words_of.PIECE)
 @gluon.jit
 def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
           BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-          B_IS_NK: gl.constexpr):  # fmt: skip
+          B_IS_NK: gl.constexpr, REVERSED: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, waits until their rows are here, and brings rows and B through the ring."""
     counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
     expected = next_word(gl.load(epoch_ptr), tag)
@@ -66,7 +66,7 @@ def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k
                 fence_for_tma()
                 here |= gl.full([], 1, gl.int64) << word
         step = load_strips(panels, step, rows_desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps,
-                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, REVERSED)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, bound)
 
@@ -132,7 +132,8 @@ def hopper_dispatch_gemm_kernel(
     x_ptr, tokens_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, n, k,
     counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
     memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, REVERSED: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """x [T, K], row tokens[i] of it in sent order; rows [*, K] of the slot; b of all experts, [E/W x N, K] or, without B_IS_NK,
     [E/W x K, N], K a multiple of BLOCK_K then; y [R, N]. numbers: fp32, or None. STEP: elements that a CTA has in flight."""
@@ -147,7 +148,7 @@ def hopper_dispatch_gemm_kernel(
         (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                             STAGES, B_IS_NK)),
         (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K,
-                 GROUP_M, STAGES, B_IS_NK)),
+                 GROUP_M, STAGES, B_IS_NK, REVERSED)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
         (_send, (x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, k, STEP)),
     ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip

@@ -48,15 +48,21 @@ def strip_at(first, pairs_ptr, PART: gl.constexpr, ROWS: gl.constexpr):
 
 @gluon.jit
 def load_strips(panels, step, desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps, BLOCK_M: gl.constexpr,
-                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
-    """Loading warp: bring the strips of the pair at row `first`, and the panels of its expert's B, through the ring."""
+                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+                REVERSED: gl.constexpr):  # fmt: skip
+    """Loading warp: bring the strips of the pair at row `first`, and the panels of its expert's B, through the ring. REVERSED:
+    the last expert's B comes first."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
     col, first_k = tile_n * BLOCK_N, 0
+    rows = n if B_IS_NK else k
+    place = expert * rows
+    if REVERSED:
+        place = b_desc.shape[0] - rows - place
     if B_IS_NK:
-        col += expert * n
+        col += place
     else:
-        first_k = expert * k
+        first_k = place
     return load_tile(panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
 
 

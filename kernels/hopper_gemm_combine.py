@@ -36,7 +36,8 @@ STORERS = gl.constexpr(2)
 
 @gluon.jit
 def _load(panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+          REVERSED: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, and brings A and B through the ring."""
     bound = count_tiles(pairs_ptr, n, BLOCK_N)
     k_steps = gl.cdiv(k, BLOCK_K)
@@ -46,7 +47,7 @@ def _load(panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M: 
     while index != NO_TILE:
         expert, first, _, _, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
         step = load_strips(panels, step, a_desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps,
-                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK)  # fmt: skip
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, REVERSED)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, bound)
 
@@ -113,7 +114,8 @@ def _send(tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_p
 def hopper_gemm_combine_kernel(
     a_desc, a_ptr, numbers_ptr, b_desc, pairs_ptr, segments_ptr, peers_ptr, n, k, abort_ptr, counter_ptr, epoch_ptr, tag,
     complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, REVERSED: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """a [max(R, BLOCK_M / PARTS), K] and b of all experts, [E/W x N, K] or, without B_IS_NK, [E/W x K, N], K a multiple of
     BLOCK_K then. numbers: fp32 [R], or None. a_ptr: a again, whose dtype the slots have."""
@@ -127,7 +129,7 @@ def hopper_gemm_combine_kernel(
         (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                             STAGES, B_IS_NK)),
         (_load, (panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
-                 B_IS_NK)),
+                 B_IS_NK, REVERSED)),
         (_send, (tiles, outbox, a_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_ptr, places, epoch_ptr, tag, n, WORLD,
                  BLOCK_M, BLOCK_N, GROUP_M)),
     ], [WARPS, 1, STORERS], [232, 40, 40])  # fmt: skip

@@ -103,6 +103,9 @@ def check_problem(case: Case, problem: Experts, seed: int, before: Callable[[int
     routing = expert_routing(chosen[rank].to(case.device), group=case.group, config=case.config)
     x_leaf, a_leaf, probs_leaf = leaf(x[rank]), leaf(a[rank]), probs[rank].float().to(case.device).requires_grad_()
     w1_leaves, w2_leaf = [leaf(w1[e]) for e in experts], leaf(w2[mine])
+    if seed % 2:  # they lie as Megatron's distributed optimizer has them
+        lying = w1[mine].flip(0).to(case.device, case.dtype)
+        w1_leaves = [weight.detach().requires_grad_() for weight in reversed(lying.unbind(0))]
     w1_leaves[0].stacked = None  # type: ignore[attr-defined]
     before(0)
     y, p = dispatch_linear(

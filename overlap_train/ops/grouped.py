@@ -67,10 +67,16 @@ class GroupedProduct:
         b = self._stacked.mT if self.transposed else self._stacked
         return torch.nn.functional.grouped_mm(rows, b, offs=places.ends)
 
+    @cached_property
+    def is_reversed(self) -> bool:
+        """Whether the weights lie one before the other, as Megatron's distributed optimizer has them."""
+        return len(self._weights) > 1 and self._lying(-1) is not None
+
     @property
     def stack(self) -> torch.Tensor:
-        """The weights [E/W, N, K] as one tensor, contiguous: a copy for this product, where none is kept."""
-        stacked = self._stacked
+        """The weights as one tensor [E/W, N, K], contiguous, the last expert's first if `is_reversed`: a copy for this product,
+        where they lie otherwise and none is kept."""
+        stacked = self._lying(-1) if self.is_reversed else self._stacked
         if stacked is None:
             return torch.stack([*self._weights])
         return stacked if stacked.data_ptr() % 16 == 0 else stacked.clone()  # TMA reads what starts on 16 bytes
@@ -78,15 +84,21 @@ class GroupedProduct:
     @cached_property
     def _stacked(self) -> torch.Tensor | None:
         """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
+        stacked = self._lying(1)
+        if stacked is None and getattr(self._first, "stacked", self) is None:
+            self._first.stacked = torch.stack([*self._weights])
+        return getattr(self._first, "stacked", None) if stacked is None else stacked
+
+    def _lying(self, step: int) -> torch.Tensor | None:
+        """The memory of all weights, if each lies behind the one before, or, step -1, before it."""
         first, size = self._weights[0], self._weights[0].numel()
         origin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
         lie_together = all(
             weight.is_contiguous() and weight.untyped_storage().data_ptr() == storage
-            and weight.storage_offset() == origin + number * size
+            and weight.storage_offset() == origin + step * number * size
             for number, weight in enumerate(self._weights)
         )  # fmt: skip
-        if lie_together:
-            return first.as_strided((len(self._weights), *first.shape), (size, *first.stride()), origin)
-        if getattr(self._first, "stacked", self) is None:
-            self._first.stacked = torch.stack([*self._weights])
-        return getattr(self._first, "stacked", None)
+        if not lie_together:
+            return None
+        lowest = min(origin, self._weights[-1].storage_offset())
+        return first.as_strided((len(self._weights), *first.shape), (size, *first.stride()), lowest)

@@ -104,7 +104,7 @@ def _run(
     """tensors: what the kernel is told that lies elsewhere in the next call."""
     b = product.stack.flatten(0, 1)
     tensors |= {} if numbers is None else dict(numbers_ptr=numbers)
-    key = (describe, plan, product.transposed, b.shape, numbers is None)
+    key = (describe, plan, product.transposed, product.is_reversed, b.shape, numbers is None)
     values = (*(tensor.data_ptr() for tensor in tensors.values()), b.data_ptr(), call.tag.word)
     call.launches.run(key, values, describe, domain, call, plan, product, tensors, b)
 
@@ -139,7 +139,7 @@ def _told(
     arguments |= dict(b_desc=descriptor(b, *block), n=product.features, k=features, memory_at_ptr=call.slot.memory_at)
     constants = dict(
         WORLD=domain.world_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=plan.tile.group_m, STAGES=STAGES,
-        B_IS_NK=product.transposed,
+        B_IS_NK=product.transposed, REVERSED=product.is_reversed,
     )  # fmt: skip
     return arguments, constants, (*((name,) for name in tensors), ("b_desc",), ("tag",))
 

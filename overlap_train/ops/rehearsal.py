@@ -27,6 +27,7 @@ from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
 from .expert_tables import LEAST_ROWS, Tables
 from .gemm_ar import sums_sent_on
+from .grouped import GroupedProduct
 from .launch_experts import dispatch_and_multiply, multiply_and_combine
 from .messages import open_rows
 from .plan import EnginePlan, Plan
@@ -127,8 +128,9 @@ def launches_of_experts(
     for engine in (plan.fprop, plan.dgrad):
         for transposed in (True, False):  # forward; backward, of the other operator
             sent, features = (k, n) if transposed else (n, k)
+            stack, is_reversed = new(len(weights), n, k, dtype=dtype), GroupedProduct(weights, transposed).is_reversed
             product: Any = SimpleNamespace(
-                stack=new(len(weights), n, k, dtype=dtype), transposed=transposed, features=features
+                stack=stack, is_reversed=is_reversed, transposed=transposed, features=features
             )
             matrix = new(rows, sent, dtype=dtype)
             numbers = probs if engine.kind.receives == transposed else None

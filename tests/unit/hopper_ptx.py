@@ -104,7 +104,7 @@ def compiled_kernel(
     constants = {"LOCAL": constants["WORLD"]} | constants | ({} if bias else {"bias_ptr": None})
     constants |= {} if numbers else {"numbers_ptr": None}
     if "pairs_ptr" in kernel.arg_names:  # of experts
-        constants = {"STEP": STEP // 2} | constants
+        constants = {"STEP": STEP // 2, "REVERSED": False} | constants
     elif "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
     else:

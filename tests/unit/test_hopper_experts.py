@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops import expert_tables as expert_tables_module
 from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
+from overlap_train.ops.grouped import GroupedProduct
 from tests.unit.hopper_model import ORDER, python_of
 
 BLOCKS = BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M = 128, 256, 64, 8
@@ -256,8 +258,8 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
         expected = torch.tensor([[1_000_000 * source + 10 * row + col for col in range(K)] for _, source, row in rows])
         assert torch.equal(own.rows(len(rows)), expected.view(len(rows), K))
         assert own.numbers(len(rows)).tolist() == [row + 0.5 for *_, row in rows]
-        for b_is_nk in (True, False):
-            _multiply_and_store(group, rank, words, counts, b_is_nk)
+        for b_is_nk, is_reversed in product((True, False), repeat=2):
+            _multiply_and_store(group, rank, words, counts, b_is_nk, is_reversed)
 
 
 def _sent(group: list[Rank], counts: Counts, rank: int, target: int, chunk: int) -> bool:
@@ -273,13 +275,16 @@ def _sending(warps: Warps) -> tuple[Any, ...]:
     return (None, *warps.places)
 
 
-def _multiply_and_store(group: list[Rank], rank: int, words: tuple[Any, ...], counts: Counts, b_is_nk: bool) -> None:
-    own, warps, world = group[rank], Warps(group, rank), len(counts)
+def _multiply_and_store(
+    group: list[Rank], rank: int, words: tuple[Any, ...], counts: Counts, b_is_nk: bool, is_reversed: bool
+) -> None:
+    own, warps, world, here = group[rank], Warps(group, rank), len(counts), counts.shape[2]
     own.waited.clear()
+    b_desc = SimpleNamespace(shape=[here * (N if b_is_nk else K), K if b_is_nk else N])
     pairs, rows = Pointer(own.tables.pairs.ravel()), placed(counts, rank)
     segments = Pointer(own.tables.segments.ravel())
     python_of(dispatch._load, **warps.names())(
-        None, None, None, None, pairs, segments, words, N, K, world, *BLOCKS, 4, b_is_nk
+        None, None, None, b_desc, pairs, segments, words, N, K, world, *BLOCKS, 4, b_is_nk, is_reversed
     )
     assert len(set(own.waited)) == len(own.waited), "each signal once"
     needed: set[int] = set()
@@ -288,7 +293,8 @@ def _multiply_and_store(group: list[Rank], rank: int, words: tuple[Any, ...], co
         assert warps.known[tile] == needed, "for its own rows, and no others"
     y = torch.full((len(rows) * N,), EMPTY)
     python_of(dispatch._store, **warps.names())(None, None, Pointer(y), pairs, N, BLOCK_M, BLOCK_N, GROUP_M)
-    _check_products(y.view(-1, N), [expert for expert, *_ in rows], warps, b_is_nk)
+    places = [here - 1 - expert if is_reversed else expert for expert, *_ in rows]
+    _check_products(y.view(-1, N), places, warps, b_is_nk)
 
 
 def _tiles(tables: Tables) -> list[list[int]]:
@@ -331,6 +337,17 @@ def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() ->
     assert pairs[:, 1].tolist() == sorted(pairs[:, 1].tolist())
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 1, 2)])
+def test_weights_that_lie_together_are_not_copied(order: tuple[int, ...]) -> None:
+    """One after the other, or one before the other, as Megatron's distributed optimizer has them."""
+    memory = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
+    weights = [memory[place] for place in order]
+    grouped = GroupedProduct(weights, True, SimpleNamespace(stacked=None))
+    assert grouped.is_reversed == (order == (3, 2, 1, 0))
+    assert torch.equal(grouped.stack, torch.stack(weights[::-1] if grouped.is_reversed else weights))
+    assert (grouped.stack.data_ptr() == memory.data_ptr()) == (order in ((0, 1, 2, 3), (3, 2, 1, 0)))
+
+
 def test_chunks_grow() -> None:
     """The first tiles wait for one expert's rows of 32. There are as many chunks as signals, and none is empty."""
     for here, sizes in ((32, [1, 2, 3, 3, 5, 5, 6, 7]), (9, [1, 1, 1, 1, 1, 1, 1, 2]), (8, [1] * 8), (2, [1, 1])):
@@ -359,7 +376,7 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
         pairs, segments, peers = (
             Pointer(each.ravel()) for each in (own.tables.pairs, own.tables.segments, own.tables.peers)
         )
-        python_of(combine._load, **warps.names())(None, None, None, None, pairs, None, N, K, *BLOCKS, 4, True)
+        python_of(combine._load, **warps.names())(None, None, None, None, pairs, None, N, K, *BLOCKS, 4, True, False)
         numbers = Pointer(torch.arange(len(rows)) + 1000.0 * rank) if with_numbers else None
         python_of(combine._send, **warps.names())(
             None, None, Pointer(torch.zeros(1, dtype=torch.int64)), numbers, pairs, segments, peers, warps.places,

@@ -279,7 +279,7 @@ def test_kernels_of_experts_send_16_bytes_a_thread_and_do_not_spill(
 ) -> None:
     """Rows that are sent are stored before they are counted, and all of them before the signal."""
     for b_is_nk, world in ((True, 4), (False, 8)):
-        ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world)
+        ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world, REVERSED=b_is_nk)
         _keeps_its_registers_and_fits(ptx, shared)
         assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
         assert in_order(ptx, WIDE_STORE, COUNT, SIGNAL) and len(re.findall(WIDE_STORE, ptx)) >= 16
