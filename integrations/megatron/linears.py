@@ -93,9 +93,8 @@ class LinearOverlap:
     plan: Plan | None = None
     trial: Autotune | None = None
     on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
-    on_first_plan: Callable[[str, Plan], None] | None = (
-        None  # enable() sets it until a linear of the model is called (ahead.py)
-    )
+    # enable() sets it until a linear of the model is called (ahead.py)
+    on_first_plan: Callable[[str, Plan], None] | None = None
     norm: NormKernels | None = None  # of a TELayerNormColumnParallelLinear
     # Of a linear that exchanges within its product: the groups of overlapped calls, the last one's last.
     groups: dict[dist.ProcessGroup, None] = field(default_factory=dict)

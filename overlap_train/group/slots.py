@@ -216,26 +216,25 @@ class Call:
         )
 
     def _route(self, transfer: Transfer, tiles: int, pitch: int) -> Route:
-        chunk = self.remote_block(transfer.target).chunk(self.chunks)[transfer.chunk]
-        first = transfer.block * pitch + transfer.chunk * chunk.numel()
         word = transfer.target * MAX_CHUNKS + transfer.chunk
         after = (self.slot.counters.complete[word : word + 1], tiles) if transfer.after_tiles else None
-        signal = self.slot.outgoing[transfer.target][transfer.chunk : transfer.chunk + 1]
-        return Route(first, chunk, signal, self.slot.epoch, after)
+        return self._route_to(transfer.target, transfer.chunk, transfer.block * pitch, after)
+
+    def _route_to(self, peer: int, chunk: int, first: int, after: tuple[torch.Tensor, int] | None) -> Route:
+        """The way of a chunk of a block, which begins at element `first` of the source."""
+        target, signal = self.remote_block(peer).chunk(self.chunks)[chunk], self.slot.outgoing[peer][chunk : chunk + 1]
+        return Route(first + chunk * target.numel(), target, signal, self.slot.epoch, after)
 
     def routes_of_sums(self, scatter: Call, count: int) -> list[Route]:
         """The copy engine's ways of this rank's block to the peers, chunk by chunk, each when `scatter` has counted so much
         of the own one."""
+        counted = scatter.slot.counters.complete[self.rank * MAX_CHUNKS :]
         return self._routes.get(key := (scatter.slot, count)) or self._routes.put(
             key, [
-                self._route_of_sums(peer, chunk, scatter.slot.counters.complete[self.rank * MAX_CHUNKS + chunk :][:1], count)
+                self._route_to(peer, chunk, 0, (counted[chunk : chunk + 1], count))
                 for chunk in range(self.chunks) for peer in self.peers
             ],
         )  # fmt: skip
-
-    def _route_of_sums(self, peer: int, chunk: int, counter: torch.Tensor, count: int) -> Route:
-        target, signal = self.remote_block(peer).chunk(self.chunks)[chunk], self.slot.outgoing[peer][chunk : chunk + 1]
-        return Route(chunk * target.numel(), target, signal, self.slot.epoch, (counter, count))
 
     def route(self, target: int, count: int) -> Route:
         """The copy engine's way of a source of `count` elements to the start of this rank's block at a peer: of calls whose

@@ -120,7 +120,7 @@ def launches_of_experts(
         _Rehearsal(domain, plan.request),
         copy.copy(domain),
     )
-    here.workspace = workspace
+    here.workspace, is_reversed = workspace, GroupedProduct(weights, True).is_reversed
     new, rows = partial(torch.empty, device="meta"), LEAST_ROWS
     probs = new(rows, dtype=torch.float32) if has_probs else None
     tables = Tables(*(new(4, dtype=torch.int32) for _ in Tables._fields))
@@ -128,7 +128,7 @@ def launches_of_experts(
     for engine in (plan.fprop, plan.dgrad):
         for transposed in (True, False):  # forward; backward, of the other operator
             sent, features = (k, n) if transposed else (n, k)
-            stack, is_reversed = new(len(weights), n, k, dtype=dtype), GroupedProduct(weights, transposed).is_reversed
+            stack = new(len(weights), n, k, dtype=dtype)
             product: Any = SimpleNamespace(
                 stack=stack, is_reversed=is_reversed, transposed=transposed, features=features
             )

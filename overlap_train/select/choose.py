@@ -88,14 +88,9 @@ class Choice:
 
 
 def choose(
-    requested: str,
-    pass_: Pass,
-    device: torch.device | System,
-    table: Table,
-    nodes: int = 1,
-    all_reduces: bool = False,
+    requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False,
     in_forward: bool = False,
-) -> Choice:
+) -> Choice:  # fmt: skip
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
     nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;

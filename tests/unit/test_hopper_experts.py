@@ -24,7 +24,6 @@ from overlap_train.kernels import hopper_experts as experts
 from overlap_train.kernels import hopper_gemm_combine as combine
 from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
-from overlap_train.ops import expert_tables as expert_tables_module
 from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
 from overlap_train.ops.grouped import GroupedProduct
 from tests.unit.hopper_model import ORDER, python_of
@@ -218,6 +217,11 @@ def any_counts(seed: int) -> Counts:
     return counts
 
 
+def chunk_of_each(here: int) -> Any:
+    """The chunk of each expert of a rank: of one row each, by the pair that it is in."""
+    return expert_tables(np.ones((1, 1, here), np.int32), 0, torch.from_numpy).pairs[1:, 3].numpy()
+
+
 def group_of(counts: Counts, features: int) -> list[Rank]:
     tables = [expert_tables(counts, rank, torch.from_numpy) for rank in range(len(counts))]
     rows = max(counts.sum((0, 2)).max(), counts.sum((1, 2)).max())
@@ -265,7 +269,7 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
 def _sent(group: list[Rank], counts: Counts, rank: int, target: int, chunk: int) -> bool:
     """Whether all of this rank's rows of a chunk are at the target, with their numbers."""
     rows, here = placed(counts, target), counts.shape[2]
-    chunks = np.searchsorted(expert_tables_module._ends_of_chunks(here), np.arange(here), "right")
+    chunks = chunk_of_each(here)
     mine = [at for at, (expert, source, _) in enumerate(rows) if source == rank and chunks[expert] == chunk]
     there = group[target]
     return bool((there.rows(len(rows))[mine] != EMPTY).all() and (there.numbers(len(rows))[mine] != EMPTY).all())
@@ -351,8 +355,7 @@ def test_weights_that_lie_together_are_not_copied(order: tuple[int, ...]) -> Non
 def test_chunks_grow() -> None:
     """The first tiles wait for one expert's rows of 32. There are as many chunks as signals, and none is empty."""
     for here, sizes in ((32, [1, 2, 3, 3, 5, 5, 6, 7]), (9, [1, 1, 1, 1, 1, 1, 1, 2]), (8, [1] * 8), (2, [1, 1])):
-        ends = expert_tables_module._ends_of_chunks(here)
-        assert np.diff(ends, prepend=0).tolist() == sizes
+        assert np.bincount(chunk_of_each(here)).tolist() == sizes
 
 
 def _returned(group: list[Rank], counts: Counts, rank: int, with_numbers: bool, target: int, chunk: int) -> bool:
