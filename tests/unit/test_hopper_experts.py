@@ -417,13 +417,19 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "back"), [(fault, back) for fault in FAULTS for back in (False, True) if not (back and "wait" in fault)]
+)
+def test_planted_faults_are_found(fault: str, back: bool) -> None:
+    """back: of the kernel that sends finished rows back, which waits for nobody."""
     plant, said = FAULTS[fault]
     with plant(), pytest.raises(AssertionError, match=said):
-        _dispatch_all()
+        _all_seeds(back)
 
 
-def _dispatch_all() -> None:
+def _all_seeds(back: bool) -> None:
     for seed in range(16):  # whichever shows it
-        test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed)
+        if back:
+            test_finished_rows_go_back_to_where_they_came_from(seed, True)
+        else:
+            test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed)
