@@ -8,7 +8,7 @@ Two warps of each CTA take rows straight from x, by the router's map, and store 
 chunk: a chunk is the rows of some experts, of all ranks; each rank signals its part of it. A tile waits for those whose rows it
 has. The warps that send wait for nobody, and pieces are claimed: any one resident CTA sends them all (rule 4).
 
-    numbers [N]     one for each row in sent order; they lie behind the R rows of the slot
+    numbers [T, E]  one for each token and expert; those of the rows lie behind the R rows of the slot
 
 ops/expert_tables.py has the tables.
 """
@@ -91,9 +91,9 @@ def _store(tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M: gl.constexpr, BLOCK_N: g
 
 
 @gluon.jit
-def _send(x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, k, STEP: gl.constexpr):
+def _send(x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, k, STEP: gl.constexpr):
     """SENDERS warps: store this rank's rows, and their numbers, at the ranks of their experts."""
-    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = places
+    sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = at_peers
     _, _, epoch_ptr, _, _, tag, _ = words
     word = next_word(gl.load(epoch_ptr), tag)
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # what a thread stores at once: 16 bytes
@@ -120,28 +120,32 @@ def _send(x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, 
                 numbers_ptr.dtype
             )
             rows = gl.arange(0, PIECE, gl.BlockedLayout([1], [32], [SENDERS], [0]))
-            gl.store(numbers + place + rows, gl.load(numbers_ptr + first + rows, mask=rows < count), mask=rows < count)
+            from_ptr = numbers_ptr + gl.load(places_ptr + first + rows, mask=rows < count)
+            gl.store(numbers + place + rows, gl.load(from_ptr, mask=rows < count), mask=rows < count)
         pieces = gl.load(peers_ptr + target * PEER_WORDS + FIRST_PIECES + chunk)
         signal_ptr = gl.load(outgoing_at_ptr + target).to(complete_ptr.dtype) + chunk
         notify_peer(complete_ptr + part, pieces, signal_ptr, word)
         index = claim(sent_ptr).to(gl.int32)
 
 
-@gluon.jit(do_not_specialize=["tag", "limit"], do_not_specialize_on_alignment=["tokens_ptr"])
+@gluon.jit(
+    do_not_specialize=["tag", "limit"], do_not_specialize_on_alignment=["tokens_ptr", "places_ptr", "numbers_ptr"]
+)
 def hopper_dispatch_gemm_kernel(
-    x_ptr, tokens_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, n, k,
+    x_ptr, tokens_ptr, places_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, n, k,
     counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
     memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, REVERSED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """x [T, K], row tokens[i] of it in sent order; rows [*, K] of the slot; b of all experts, [E/W x N, K] or, without B_IS_NK,
-    [E/W x K, N], K a multiple of BLOCK_K then; y [R, N]. numbers: fp32, or None. STEP: elements that a CTA has in flight."""
+    """x [T, K], row tokens[i] of it in sent order, its number numbers[places[i]]; rows [*, K] of the slot; b of all experts,
+    [E/W x N, K] or, without B_IS_NK, [E/W x K, N], K a multiple of BLOCK_K then; y [R, N]. numbers: fp32, or None. STEP: elements
+    that a CTA has in flight."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(rows_desc, b_desc, STAGES, READERS=PARTS + 1)
     outbox = make_outbox_of(y_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)
     words = (counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
-    places = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
+    at_peers = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     gl.warp_specialize([
         (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
                             STAGES, B_IS_NK)),
@@ -150,6 +154,6 @@ def hopper_dispatch_gemm_kernel(
         (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K,
                  GROUP_M, STAGES, B_IS_NK, REVERSED)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
-        (_send, (x_ptr, tokens_ptr, numbers_ptr, pieces_ptr, peers_ptr, places, words, k, STEP)),
+        (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, k, STEP)),
     ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip
     finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

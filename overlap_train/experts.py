@@ -11,6 +11,7 @@ then source rank, then token (ops/routing.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,8 @@ from .config import OverlapConfig
 from .group.domain import profiled
 from .group.registry import domain_of
 from .linear import applied, once_differentiable, run_eagerly
-from .ops.experts import expert_op, routing_op
+from .ops.expert_tables import count_rows
+from .ops.experts import ExpertCall, routing_op
 from .ops.grouped import GroupedProduct
 from .ops.grouped_wgrad import add_grouped
 from .ops.plan_cache import OnPlan
@@ -40,7 +42,7 @@ def expert_routing(
     name: str = "expert_routing",
 ) -> Routing:
     """The routing of one forward pass through the experts, for `dispatch_linear` and `linear_combine`. Ranks exchange how many
-    rows they have for each expert, and the host waits for that: it decides how much memory the rows take.
+    rows they have for each expert. `dispatch_linear` lets the host wait for that, since it decides how much memory the rows take.
 
     Args:
         experts: bool [T, E], which experts each token of this rank goes to. T may differ between ranks.
@@ -61,9 +63,10 @@ def expert_routing(
         )
     op = routing_op(experts, domain, config, name)
     with op.forward, torch.no_grad():
-        counts = experts.sum(0, dtype=torch.int32).view(1, -1)
-        of_ranks = op.plan.fprop.start(domain, op.tags.fprop, counts).gathered_copy().cpu()
-    return Routing(experts, of_ranks, domain)  # behind the scope: it raises where a wait has failed on the GPU
+        of_blocks = count_rows(domain.launches, experts) if experts.is_cuda else None
+        counts = (experts if of_blocks is None else of_blocks).sum(0, dtype=torch.int32)
+        of_ranks = op.plan.fprop.start(domain, op.tags.fprop, counts.view(1, -1)).gathered_copy()
+        return Routing(experts, of_ranks, domain, of_blocks)
 
 
 def dispatch_linear(
@@ -101,8 +104,8 @@ def dispatch_linear(
     if torch.compiler.is_dynamo_compiling():
         return run_eagerly(dispatch_linear, x, w, routing, probs, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
     weights = _each(w)
-    op = expert_op(DISPATCH_LINEAR, x, weights, probs, routing, config, name, on_plan)
-    y, of_rows = _apply_dispatch(x, *weights, probs, op, routing)
+    call = ExpertCall(DISPATCH_LINEAR, x, weights, probs, routing, config, name, on_plan)
+    y, of_rows = _apply_dispatch(x, *weights, probs, call, routing)
     return y, of_rows
 
 
@@ -131,8 +134,8 @@ def linear_combine(
     if torch.compiler.is_dynamo_compiling():
         return run_eagerly(linear_combine, a, w, routing, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
     weights = _each(w)
-    op = expert_op(LINEAR_COMBINE, a, weights, None, routing, config, name, on_plan)
-    z: torch.Tensor = _apply_combine(a, *weights, op, routing)
+    call = ExpertCall(LINEAR_COMBINE, a, weights, None, routing, config, name, on_plan)
+    z: torch.Tensor = _apply_combine(a, *weights, call, routing)
     return z
 
 
@@ -144,8 +147,9 @@ def _each(w: Weights) -> Sequence[torch.Tensor]:
 class _DispatchLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        *weights, probs, op, routing = others
-        numbers = None if probs is None else probs[routing.pairs].float()
+        *weights, probs, call, routing = others
+        numbers = None if probs is None else probs.float().contiguous()
+        op = call.op()  # the GPU stands still from here until its first kernel
         with op.forward:
             gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, x, numbers, op.keeps)
             y = gather.matmul(GroupedProduct(weights, True, weights[0]))
@@ -172,15 +176,15 @@ class _DispatchLinear(torch.autograd.Function):
         if numbers is not None and combine is not None:
             shape, dtype = ctx.of_probs
             dprobs = dy.new_zeros(shape, dtype=dtype)
-            dprobs[routing.pairs] = combine.numbers.to(dtype)
+            dprobs.view(-1)[routing.places_of_tokens] = combine.numbers.to(dtype)
         return dx if wants_dx else None, *dws, dprobs, None, None
 
 
 class _LinearCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, *others: Any) -> torch.Tensor:
-        *weights, op, routing = others
-        a = a.contiguous()
+        *weights, call, routing = others
+        a, op = a.contiguous(), call.op()
         with op.forward:
             product = GroupedProduct(weights, True, weights[0])
             z: torch.Tensor = op.plan.fprop.start(op.domain, op.tags.fprop, routing, a, product).finish()
@@ -205,8 +209,11 @@ def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor
     if x is None:
         return [None] * len(ctx.weights)
     places, wanted = ctx.routing.all_places, ctx.needs_input_grad[1:]
+    edges = SimpleNamespace(
+        next_functions=ctx.next_functions
+    )  # torch makes the list anew each time: 1 ms for 64 experts
     gradients = [
-        WeightGradient(weight, op.plan.config.main_grad, ctx=ctx, number=number) if wanted[number - 1] else None
+        WeightGradient(weight, op.plan.config.main_grad, ctx=edges, number=number) if wanted[number - 1] else None
         for number, weight in enumerate(ctx.weights, 1)
     ]
     with profiled(op.tags.ranges[2]):

@@ -1,7 +1,7 @@
 """AllToAll + grouped GEMM: y [R, N] = (the rows that all ranks route to this rank's experts) @ w[their expert].
 
     x             [T, H], of this rank's tokens
-    numbers       fp32 [N], one for each row in sent order, or None
+    numbers       fp32 [T, E], one for each token and expert, which goes with its row; or None
     keeps_rows    a weight gradient wants what has arrived
 
 `matmul` multiplies; where y is not wanted it returns None. Complete after it: rows [R, H], in placed order, if they are kept, and
@@ -42,7 +42,7 @@ class CollectiveDispatchGemm:
         domain.collective_calls.enter(tag)
         sent = x.index_select(0, routing.tokens)
         self.rows = self._exchanged(sent, domain.group)
-        self.numbers = None if numbers is None else self._exchanged(numbers.contiguous(), domain.group)
+        self.numbers = None if numbers is None else self._exchanged(_of_rows(numbers, routing), domain.group)
 
     def _exchanged(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         routing = self._routing
@@ -72,7 +72,8 @@ class ChunkedDispatchGemm:
         self._messages = messages = Messages(domain, tag, routing.sent, routing.received, x, features, has_numbers)
         self.rows = x.new_empty(routing.rows_received, features) if keeps_rows else None
         self.numbers = None if numbers is None else numbers.new_empty(routing.rows_received)
-        tokens, of_ranks = routing.tokens.split(routing.sent), None if numbers is None else numbers.split(routing.sent)
+        tokens = routing.tokens.split(routing.sent)
+        of_ranks = None if numbers is None else _of_rows(numbers, routing).split(routing.sent)
         for peer in (*messages.call.peers, domain.rank):
             rows, places = messages.leaving(peer)
             torch.index_select(x, 0, tokens[peer], out=rows)
@@ -117,6 +118,11 @@ class FusedDispatchGemm:
         self.rows = rows.clone() if self._keeps_rows else None
         self.numbers = None if self.numbers is None else numbers.clone()
         return y if is_wanted else None
+
+
+def _of_rows(numbers: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """numbers, one for each token and expert, of each row in sent order."""
+    return numbers.view(-1)[routing.places_of_tokens]
 
 
 METHODS: dict[str, Callable[..., Any]] = {

@@ -1,26 +1,25 @@
-"""What kernels of experts are told of one call's rows, worked out from the matrix of counts (ops/routing.py): int32 tables.
+"""What kernels of experts are told of one call's rows, worked out on the GPU (kernels/expert_tables.py): int32 tables.
 
     pairs     [P + 1, 4]     P, max(R, 64), W, 0; then of each pair of strips: expert, first row, end of the expert's rows, chunk
     pieces    [Q + 1, 4]     Q, 0, 0, 0; then of each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
     peers     [W, 16]        of each rank: rows it receives, rows it sends, those of them to here, 0; pieces of each chunk for it
     segments  [E/W, W, 4]    of each expert and source rank: first row, end, what leads from a row to its place in sent order, 0
+    ends      [E/W]          where each expert's rows end
 
-Rows are those in placed order, of this rank or of the one that a piece goes to. A pair is BLOCK_M rows of one expert, the last
-one of an expert fewer. A chunk is the rows of some of a rank's experts, one after the other: there are as many chunks as signals
-of a rank, or one for each expert. Pieces go chunk by chunk, the own ones first, since nothing brings them sooner; then to rank+1,
-.... A rank and chunk without rows have an empty piece.
+Rows are those in placed order, of this rank or of the one that a piece goes to (routing.py). A pair is BLOCK_M rows of one
+expert, the last one of an expert fewer. A chunk is the rows of some of a rank's experts, one after the other: there are as many
+chunks as signals of a rank, or one for each expert. Pieces go chunk by chunk, the own ones first, since nothing brings them
+sooner; then to rank+1, .... A rank and chunk without rows have an empty piece.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from ..kernels.signal_words import FIRST_PIECES, MAX_CHUNKS, PAIR_WORDS, PEER_WORDS, PIECE, PIECE_WORDS, SEGMENT_WORDS
+from ..gpu.launch import Launch, LaunchCache
+from ..kernels.signal_words import MAX_CHUNKS, PAIR_WORDS, PEER_WORDS, PIECE, PIECE_WORDS, SEGMENT_WORDS
 from ..select.tiles import HOPPER_TILE
 
 _BLOCK_M = HOPPER_TILE.block_m
@@ -28,8 +27,9 @@ _BLOCK_M = HOPPER_TILE.block_m
 # fill half a group of tiles that share columns. Of shorter ones each expert's weight would be read anew for each source.
 _LONG_SEGMENT = HOPPER_TILE.group_m * _BLOCK_M // 2
 LEAST_ROWS = _BLOCK_M // HOPPER_TILE.parts  # that a strip is read from
-
-Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
+_TOKENS_AT_ONCE = 64
+_IN_REGISTERS = 2048  # of tokens x experts
+_PROGRAMS = 33  # that make tables: the last one fills what is small
 
 
 class Tables(NamedTuple):
@@ -37,106 +37,110 @@ class Tables(NamedTuple):
     pieces: torch.Tensor
     peers: torch.Tensor
     segments: torch.Tensor
+    ends: torch.Tensor
+
+    @property
+    def most_pairs(self) -> int:
+        """Pairs that there is room for."""
+        return len(self.pairs) - 1
+
+
+class Rows(NamedTuple):
+    """The rows of this rank's tokens, as routing.py orders them, int64, with room for some more. tokens, places: of each row in
+    sent order its token, and its place in [T, E]; 0 beyond the last row. by_token: rows by token, then expert. ends [T + 1]:
+    where each token's begin there, and the last one's end."""
+
+    tokens: torch.Tensor
+    places: torch.Tensor
+    by_token: torch.Tensor
+    ends: torch.Tensor
 
 
 def chunk_count(experts_here: int) -> int:
     return min(MAX_CHUNKS, experts_here)
 
 
-def expert_tables(counts: Counts, rank: int, moved: Callable[[Counts], torch.Tensor]) -> Tables:
-    """Tables of `rank`. counts: rows [W, W, E/W] from a rank to another's experts. moved: moves them to a device, all at once.
-    The GPU stands still until they are there."""
-    in_sent_order, segments = before_each(counts), np.zeros((*counts.shape[:0:-1], SEGMENT_WORDS), np.int32)
-    by_expert = counts[:, rank].T
-    segments[..., 0] = first = before_each(by_expert[None])[0]
-    segments[..., 1] = first + by_expert
-    segments[..., 2] = in_sent_order[:, rank].T - first
-    found = [_pairs(segments, rank), *_pieces(counts, in_sent_order[rank], rank), segments]
-    table = moved(np.concatenate([each.ravel() for each in found]))
-    parts = table.split([each.size for each in found])
-    return Tables(*(part.view(each.shape) for part, each in zip(parts, found, strict=True)))
+def count_rows(launches: LaunchCache, chosen: torch.Tensor) -> torch.Tensor:
+    """The rows that each block of tokens of chosen, bool [T, E], has for each expert: int32 [blocks, E], at least one block."""
+    tokens, experts = chosen.shape
+    of_blocks = chosen.new_empty(max(1, -(-tokens // _TOKENS_AT_ONCE)), experts, dtype=torch.int32)
+    values = (chosen.data_ptr(), of_blocks.data_ptr(), tokens)
+    launches.run(("count rows", of_blocks.shape, values[0] % 16), values, _count_launch, chosen, of_blocks)
+    return of_blocks
 
 
-def _pairs(segments: Counts, rank: int) -> Counts:
-    here, world, _ = segments.shape
-    starts, ends = segments[:, 0, 0], segments[:, -1, 1]
-    counts = (ends - starts + (_BLOCK_M - 1)) // _BLOCK_M
-    expert, number = _runs(np.arange(here, dtype=np.int32), counts)
-    first, end, chunk = starts[expert] + number * _BLOCK_M, ends[expert], _order(world, here, rank).chunks[expert]
-    pairs: Counts = np.empty((1 + len(expert), PAIR_WORDS), np.int32)
-    pairs[0] = len(expert), max(ends[-1], LEAST_ROWS), world, 0
-    of_pairs = pairs[1:]
-    of_pairs[:, 0], of_pairs[:, 1], of_pairs[:, 2], of_pairs[:, 3] = expert, first, end, chunk
-    if ends[-1] >= _LONG_SEGMENT * here * world:
-        of_pair = segments[expert]
-        begins = np.maximum(of_pair[..., 0], first[:, None])
-        turns = (begins < np.minimum(of_pair[..., 1], first[:, None] + _BLOCK_M)) * ((rank - np.arange(world)) % world)
-        pairs[1:] = of_pairs[np.argsort(turns.max(1) + world * chunk, kind="stable")]
-    return pairs
+def place_rows(launches: LaunchCache, chosen: torch.Tensor, of_blocks: torch.Tensor, most: int) -> Rows:
+    """The rows of chosen, with room for `most`: what does not fit is left out. of_blocks: by count_rows."""
+    places = chosen.new_empty(3 * most + len(chosen) + 1, dtype=torch.int64)
+    rows = Rows(*places.split([most, most, most, len(chosen) + 1]))
+    told = (chosen, of_blocks, *rows)
+    values = (*(tensor.data_ptr() for tensor in told), len(chosen), most)
+    aligned = tuple(value % 16 for value in values[:-2])
+    launches.run(("place rows", of_blocks.shape, aligned), values, _place_launch, *told)
+    return rows
 
 
-def _pieces(counts: Counts, in_sent_order: Counts, rank: int) -> tuple[Counts, Counts]:
-    """(pieces, peers). in_sent_order: where this rank's rows for each expert begin there."""
-    world, _, here = counts.shape
-    of_call = _order(world, here, rank)
-    sent, totals = counts[rank], counts.sum(0, dtype=np.int32)
-    pieces: Counts = (sent + (PIECE - 1)) // PIECE
-    in_chunks = np.add.reduceat(pieces, of_call.firsts, 1)
-    pieces[:, of_call.firsts] += in_chunks == 0
-    segments = np.empty((world, here, PIECE_WORDS), np.int32)
-    segments[..., 0], segments[..., 1], segments[..., 2] = in_sent_order, sent, of_call.parts
-    # At each rank what comes before its experts' rows from here: those of experts before, and from ranks before.
-    segments[..., 3] = totals.cumsum(1) - totals + counts[:rank].sum(0)
-    which, number = _runs(of_call.experts, pieces.ravel()[of_call.experts])
-    number *= PIECE
-    table: Counts = np.empty((1 + len(which), PIECE_WORDS), np.int32)
-    table[0] = len(which), 0, 0, 0
-    np.take(segments.reshape(-1, PIECE_WORDS), which, 0, out=table[1:])
-    table[1:, 0] += number
-    table[1:, 1] = np.minimum(table[1:, 1] - number, PIECE)
-    table[1:, 3] += number
-    peers = np.zeros((world, PEER_WORDS), np.int32)
-    peers[:, 0], peers[:, 1], peers[:, 2] = totals.sum(1), counts.sum((1, 2)), counts[:, rank].sum(1)
-    peers[:, FIRST_PIECES : FIRST_PIECES + len(of_call.firsts)] = np.maximum(in_chunks, 1)
-    return table, peers
+def expert_tables(launches: LaunchCache, counts: torch.Tensor, rank: int, most_rows: int, most_pairs: int) -> Tables:
+    """Tables of `rank`, which sends at most so many rows. counts: rows by rank and expert, int32 [W, E] of the device.
+    most_pairs: that there is room for; what does not fit is left out."""
+    world, experts = counts.shape
+    here = experts // world
+    most_pieces = most_rows // PIECE + experts + world * MAX_CHUNKS
+    shapes = (
+        (1 + most_pairs, PAIR_WORDS),
+        (1 + most_pieces, PIECE_WORDS),
+        (world, PEER_WORDS),
+        (here, world, SEGMENT_WORDS),
+    )
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    parts = counts.new_empty(sum(sizes) + here).split([*sizes, here])
+    tables = Tables(*(part.view(shape) for part, shape in zip(parts, (*shapes, (here,)), strict=True)))
+    values = (*(tensor.data_ptr() for tensor in (counts, *tables)), most_pairs, most_pieces)
+    launches.run(("expert tables", counts.shape), values, _tables_launch, counts, tables, rank, most_pieces)
+    return tables
 
 
-class _Order(NamedTuple):
-    """What is the same in all calls. chunks: of each expert. firsts: the first expert of each chunk. parts [W, E/W]: rank x
-    MAX_CHUNKS + chunk. experts: rank x E/W + expert in the order in which rows are sent."""
+def _count_launch(chosen: torch.Tensor, of_blocks: torch.Tensor) -> Launch:
+    from ..kernels.expert_tables import count_rows_kernel
 
-    chunks: Counts
-    firsts: Counts
-    parts: Counts
-    experts: Counts
-
-
-@functools.cache
-def _order(world: int, here: int, rank: int) -> _Order:
-    ends = _ends_of_chunks(here)
-    firsts = np.concatenate(([0], ends[:-1]))
-    numbers: Counts = np.arange(world, dtype=np.int32)
-    chunks: Counts = np.searchsorted(ends, np.arange(here), "right").astype(np.int32)
-    ranks: Counts = (rank + numbers) % world * here
-    experts = [(ranks[:, None] + np.arange(first, end)).ravel() for first, end in zip(firsts, ends, strict=True)]
-    return _Order(chunks, firsts, numbers[:, None] * MAX_CHUNKS + chunks, np.concatenate(experts))
+    arguments = dict(
+        chosen_ptr=chosen.view(torch.uint8), of_blocks_ptr=of_blocks, tokens=len(chosen), experts=chosen.shape[1]
+    )
+    replaced = (("chosen_ptr",), ("of_blocks_ptr",), ("tokens",))
+    return Launch(count_rows_kernel, (len(of_blocks),), arguments, _blocks(chosen), replaced)
 
 
-def _ends_of_chunks(here: int) -> Counts:
-    """The expert behind each chunk's last one. Chunks grow evenly, since the first tiles wait for all of the first one."""
-    count = chunk_count(here)
-    numbers = np.arange(1, count + 1)
-    return np.maximum(numbers, -(-here * numbers * (numbers + 1) // (count * (count + 1))))
+def _place_launch(chosen: torch.Tensor, of_blocks: torch.Tensor, *rows: torch.Tensor) -> Launch:
+    from ..kernels.expert_tables import place_rows_kernel
+
+    tensors = dict(chosen_ptr=chosen.view(torch.uint8), of_blocks_ptr=of_blocks)
+    tensors |= dict(zip(("tokens_ptr", "places_ptr", "by_token_ptr", "ends_ptr"), rows, strict=True))
+    numbers = dict(tokens=len(chosen), most=len(rows[0]))
+    replaced = tuple((name,) for name in (*tensors, *numbers))
+    arguments = tensors | numbers | dict(blocks=len(of_blocks), experts=chosen.shape[1])
+    constants = _blocks(chosen)
+    part = min(_TOKENS_AT_ONCE, max(1, _IN_REGISTERS // constants["BLOCK_E"]))
+    return Launch(place_rows_kernel, (len(of_blocks),), arguments, constants | dict(PART_T=part), replaced)
 
 
-def _runs(values: Counts, lengths: Counts) -> tuple[Counts, Counts]:
-    """Each value in a run of its length, and the number of each in its run."""
-    which: Counts = np.repeat(values, lengths)
-    starts = lengths.cumsum(dtype=np.int32) - lengths
-    return which, np.arange(len(which), dtype=np.int32) - np.repeat(starts, lengths)
+def _blocks(chosen: torch.Tensor) -> dict[str, int]:
+    return dict(BLOCK_T=_TOKENS_AT_ONCE, BLOCK_E=_power_of_two(chosen.shape[1]), num_warps=8)
 
 
-def before_each(counts: Counts) -> Counts:
-    """How much comes before each, in each of the matrices."""
-    flat = counts.reshape(len(counts), -1)
-    return (flat.cumsum(1, dtype=np.int32) - flat).reshape(counts.shape)
+def _tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces: int) -> Launch:
+    from ..kernels.expert_tables import expert_tables_kernel
+
+    world, experts = counts.shape
+    here = experts // world
+    tensors = dict(counts_ptr=counts) | {f"{name}_ptr": table for name, table in tables._asdict().items()}
+    numbers = dict(most_pairs=tables.most_pairs, most_pieces=most_pieces)
+    constants = dict(
+        WORLD=world, HERE=here, WORLD_2=_power_of_two(world), HERE_2=_power_of_two(here), EXPERTS_2=_power_of_two(experts),
+        CHUNKS=chunk_count(here), BLOCK_M=_BLOCK_M, LONG=_LONG_SEGMENT, num_warps=8,
+    )  # fmt: skip
+    replaced = tuple((name,) for name in (*tensors, *numbers))
+    return Launch(expert_tables_kernel, (_PROGRAMS,), tensors | numbers | dict(rank=rank), constants, replaced)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()

@@ -59,60 +59,82 @@ def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfi
     return known[None].linear(name)
 
 
-def expert_op(
-    spec: OperatorSpec, x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tensor | None, routing: Routing,
-    config: OverlapConfig | None, name: str, on_plan: OnPlan | None,
-) -> PlannedOp:  # fmt: skip
-    """The planned call of the operator of experts `name`. Communicates at its first call, and where the heap has to grow.
+class ExpertCall:
+    """A call of the operator of experts `name`, made before the host knows how many rows there are: `op` waits for that.
 
     Raises:
-        ValueError: something is wrong with the arguments, or the ranks differ; on all ranks at a first call.
-        OverlapTimeoutError, RuntimeError: see ops/plan_cache.py: plan_of; or the routing was made before shutdown().
+        ValueError, RuntimeError: config is no OverlapConfig; routing is none, or was made before shutdown().
     """
-    check_type(config)
-    if not isinstance(routing, Routing):
-        raise ValueError(
-            f"{name}: routing is a {type(routing).__name__}; it must be what expert_routing returned in this forward pass"
-        )
-    domain = routing.domain
-    if domain.closed:
-        raise RuntimeError(f"{name}: its routing was made before shutdown(); make another one")
-    cache = cache_of(domain, name)
-    config = config or cache.defaults
-    trained = dict(x=x.requires_grad, w=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
-    trains = in_words(trained if probs is None else trained | dict(probs=probs.requires_grad))
-    # All that is checked once: of known calls only the number of rows may be wrong.
-    kinds = frozenset((type(each), each.shape, each.dtype, each.device) for each in weights)
-    of_probs = None if probs is None else (probs.shape[1:], probs.dtype)
-    key = (spec.name, routing.experts, len(weights), kinds, x.shape[1:], x.dtype, x.device, of_probs, trains, config)
-    known = cache.plans.get(key)
-    rows = routing.tokens_here if spec.sends_input else routing.rows_received
-    fits = known is not None and len(x) == rows and x.device == routing.device
-    fits = fits and (probs is None or len(probs) == routing.tokens_here)
-    problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
-    problem = problem or (None if fits else _error(spec, x, weights, probs, routing, config, rows, name))
-    asked, overflow = (0, None) if problem is not None else _memory(spec, weights[0], routing, config)
-    if known is None or problem is not None or asked:
-        what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(x.dtype)}"
-        request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
-        _agree(domain, request, problem, name, known is not None, trains)
-        served = len(weights) if _kernels_serve(weights[0], routing.world_size) else None
-        known = cache.plans.put(key, {
-            why: Planned(domain, make_expert_plan(spec, config, domain.topology, x.dtype, request, why, served), trained["w"])
-            for why in (None, *OVERFLOWS)
-        })  # fmt: skip
-        plan = known[None].plan
-        if plan.fprop.method == "fused" and overflow is None:
-            with compiling_ahead(name):
-                from .rehearsal import compile_experts_ahead
 
-                compile_experts_ahead(domain, plan, weights, probs is not None)
-    op = known[overflow].linear(name)
-    if op.plan.fprop.method != "fused":
-        routing.prepare()
-    if on_plan is not None:
-        on_plan(op.plan, None)
-    return op
+    def __init__(
+        self, spec: OperatorSpec, x: torch.Tensor, weights: Sequence[torch.Tensor], probs: torch.Tensor | None, routing: Routing,
+        config: OverlapConfig | None, name: str, on_plan: OnPlan | None,
+    ) -> None:  # fmt: skip
+        check_type(config)
+        if not isinstance(routing, Routing):
+            raise ValueError(
+                f"{name}: routing is a {type(routing).__name__}; it must be what expert_routing returned in this forward pass"
+            )
+        if routing.domain.closed:
+            raise RuntimeError(f"{name}: its routing was made before shutdown(); make another one")
+        self._spec, self._x, self._weights, self._probs, self._routing = spec, x, weights, probs, routing
+        self._name, self._on_plan, self._cache = name, on_plan, cache_of(routing.domain, name)
+        self._config = config = config or self._cache.defaults
+        trained = dict(x=x.requires_grad, w=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+        self._trains_w = trained["w"]
+        self._trains = in_words(trained if probs is None else trained | dict(probs=probs.requires_grad))
+        # All that is checked once: of known calls only the number of rows may be wrong.
+        kinds = frozenset((type(each), each.shape, each.dtype, each.device) for each in weights)
+        of_probs = None if probs is None else (probs.shape[1:], probs.dtype)
+        of_x = (x.shape[1:], x.dtype, x.device)
+        self._key = (spec.name, routing.experts, len(weights), kinds, of_x, of_probs, self._trains, config)
+        self._problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
+
+    def op(self) -> PlannedOp:
+        """The planned call, once the rows are counted. Communicates at its first call, and where the heap has to grow.
+
+        Raises:
+            ValueError: something is wrong with the arguments, or the ranks differ; on all ranks at a first call.
+            OverlapTimeoutError, OverlapMismatchError, RuntimeError: see ops/plan_cache.py: plan_of; or the counts did not come.
+        """
+        spec, x, weights, probs, routing = self._spec, self._x, self._weights, self._probs, self._routing
+        domain, name, known = routing.domain, self._name, self._cache.plans.get(self._key)
+        rows = routing.tokens_here if spec.sends_input else routing.rows_received
+        fits = known is not None and len(x) == rows and x.device == routing.device
+        fits = fits and (probs is None or len(probs) == routing.tokens_here)
+        problem = self._problem or (
+            None if fits else _error(spec, x, weights, probs, routing, self._config, rows, name)
+        )
+        asked, overflow = (0, None) if problem is not None else _memory(spec, weights[0], routing, self._config)
+        if known is None or problem is not None or asked:
+            known = self._agreed(problem, asked, known is not None)
+            if known[None].plan.fprop.method == "fused" and overflow is None:
+                with compiling_ahead(name):
+                    from .rehearsal import compile_experts_ahead
+
+                    compile_experts_ahead(domain, known[None].plan, weights, probs is not None)
+        op = known[overflow].linear(name)
+        if op.plan.fprop.method != "fused":
+            routing.prepare()
+        if self._on_plan is not None:
+            self._on_plan(op.plan, None)
+        return op
+
+    def _agreed(self, problem: str | None, asked: int, is_known: bool) -> dict[object, Planned]:
+        """The plans of such calls, by what does not fit, once ranks agree on one; else it raises."""
+        spec, weights, routing, config, dtype = self._spec, self._weights, self._routing, self._config, self._x.dtype
+        domain = routing.domain
+        what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(dtype)}"
+        request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
+        _agree(domain, request, problem, self._name, is_known, self._trains)
+        served = len(weights) if _kernels_serve(weights[0], routing.world_size) else None
+        plans: dict[object, Planned] = {
+            why: Planned(
+                domain, make_expert_plan(spec, config, domain.topology, dtype, request, why, served), self._trains_w
+            )
+            for why in (None, *OVERFLOWS)
+        }
+        return self._cache.plans.put(self._key, plans)
 
 
 def _agree(

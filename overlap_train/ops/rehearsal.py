@@ -25,7 +25,7 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
-from .expert_tables import LEAST_ROWS, Tables
+from .expert_tables import LEAST_ROWS, Rows, Tables
 from .gemm_ar import sums_sent_on
 from .grouped import GroupedProduct
 from .launch_experts import dispatch_and_multiply, multiply_and_combine
@@ -124,7 +124,7 @@ def launches_of_experts(
     new, rows = partial(torch.empty, device="meta"), LEAST_ROWS
     probs = new(rows, dtype=torch.float32) if has_probs else None
     tables = Tables(*(new(4, dtype=torch.int32) for _ in Tables._fields))
-    routing: Any = SimpleNamespace(tables=tables, tokens=new(rows, dtype=torch.int64))
+    routing: Any = SimpleNamespace(tables=tables, rows=Rows(*(new(rows, dtype=torch.int64) for _ in Rows._fields)))
     for engine in (plan.fprop, plan.dgrad):
         for transposed in (True, False):  # forward; backward, of the other operator
             sent, features = (k, n) if transposed else (n, k)

@@ -6,24 +6,30 @@ W ranks; E experts, rank r has those from r E/W on; T tokens of this rank. Of on
     message        the rows for one rank, in sent order (messages.py)
     placed order   the R rows of all ranks for this rank's experts, by expert, then source rank, then token
 
-The matrix of counts, which every rank has, says all of it but which tokens these are.
+The matrix of counts, which every rank has, says all of it but which tokens these are. The host waits for it where it first asks
+for a number of rows. By then the GPU has begun to work out what kernels are told (expert_tables.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
-from .expert_tables import Counts, Tables, before_each, expert_tables
+from ..select.tiles import HOPPER_TILE
+from .expert_tables import Rows, Tables, expert_tables, place_rows
 from .launch_experts import sum_on_gpu
 
 if TYPE_CHECKING:
     from ..group.domain import OverlapDomain
+
+_ROWS_OF_A_TOKEN = 8  # that there is room for before the host knows how many rows there are: 192 bytes a token
+_Counts: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,8 @@ class Places:
     """Rows of one rank, or of all, in placed order: starts and counts by expert of this rank. index: the place of each row in the
     order of its message, int64; None: they are all rows. ends: where the rows of each expert end there, int32 [E/W]."""
 
-    starts: list[int]
-    counts: list[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
     index: torch.Tensor | None
     ends: torch.Tensor
 
@@ -45,29 +51,101 @@ class Places:
 class Routing:
     """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
 
-    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, integers [W, E] of the host.
-    domain: of the group.
+    chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int32 [W, E]. domain: of the
+    group. of_blocks: by count_rows, on GPUs.
 
     sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. all_places: of
     all rows for this rank's experts.
     """
 
-    def __init__(self, chosen: torch.Tensor, counts: torch.Tensor, domain: OverlapDomain) -> None:
-        self._chosen, self.domain, self.world_size = chosen, domain, len(counts)
-        self.tokens_here, self.experts = chosen.shape
-        self.device, rank = chosen.device, domain.rank
-        from_to_expert = (self.world_size, self.world_size, self.experts // self.world_size)
-        self._counts: Counts = counts.numpy().astype(np.int32).reshape(from_to_expert)
-        self._here, between_ranks = self._counts[:, rank], self._counts.sum(2)
-        self.sent: list[int] = between_ranks[rank].tolist()
-        self.received: list[int] = between_ranks[:, rank].tolist()
-        self.rows_sent, self.rows_received = sum(self.sent), sum(self.received)
-        self.largest, self.total = int(between_ranks.max()), int(between_ranks.sum())
+    def __init__(
+        self, chosen: torch.Tensor, counts: torch.Tensor, domain: OverlapDomain, of_blocks: torch.Tensor | None = None
+    ) -> None:
+        self._chosen, self._counts_here, self._of_blocks, self.domain = chosen, counts, of_blocks, domain
+        self.world_size, (self.tokens_here, self.experts), self.device = len(counts), chosen.shape, chosen.device
+        if of_blocks is not None:
+            self._counts_there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self._counts_there.copy_(counts, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+            most = _ROWS_OF_A_TOKEN * self.tokens_here
+            self._rows_begun = place_rows(domain.launches, chosen, of_blocks, most)
+            most_pairs = most * self.world_size // HOPPER_TILE.block_m + self.experts // self.world_size
+            self._tables_begun = expert_tables(domain.launches, counts, domain.rank, most, most_pairs)
 
     @cached_property
-    def _starts(self) -> Counts:
+    def _counts(self) -> _Counts:
+        """Rows from each rank to each one's experts, on the host: [W, W, E/W]. It waits for them."""
+        counts = self._counts_here
+        if self._of_blocks is not None:
+            self._arrival.synchronize()
+            self.domain.fault.check()  # else they are not those of all ranks
+            counts = self._counts_there
+        return counts.numpy().reshape(self.world_size, self.world_size, -1)
+
+    @cached_property
+    def _here(self) -> _Counts:
+        return self._counts[:, self.domain.rank]
+
+    @cached_property
+    def _between_ranks(self) -> _Counts:
+        return self._counts.sum(2)
+
+    @cached_property
+    def sent(self) -> list[int]:
+        return self._between_ranks[self.domain.rank].tolist()
+
+    @cached_property
+    def received(self) -> list[int]:
+        return self._between_ranks[:, self.domain.rank].tolist()
+
+    @cached_property
+    def rows_sent(self) -> int:
+        return sum(self.sent)
+
+    @cached_property
+    def rows_received(self) -> int:
+        return sum(self.received)
+
+    @cached_property
+    def largest(self) -> int:
+        return int(self._between_ranks.max())
+
+    @cached_property
+    def total(self) -> int:
+        return int(self._between_ranks.sum())
+
+    @cached_property
+    def rows(self) -> Rows:
+        """This rank's N rows, with room for some more."""
+        if self._of_blocks is None:
+            return _placed_by_torch(self._chosen)
+        if self.rows_sent <= len(self._rows_begun.tokens):
+            return self._rows_begun
+        return place_rows(self.domain.launches, self._chosen, self._of_blocks, self.rows_sent)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The token of each row in sent order: int64 [N]."""
+        return self.rows.tokens[: self.rows_sent]
+
+    @property
+    def places_of_tokens(self) -> torch.Tensor:
+        """Its place in [T, E], of which expert and token are: int64 [N]."""
+        return self.rows.places[: self.rows_sent]
+
+    @cached_property
+    def tables(self) -> Tables:
+        """What kernels of experts are told."""
+        pairs = int((-(-self._here.sum(0) // HOPPER_TILE.block_m)).sum())
+        if self._of_blocks is not None and self.rows is self._rows_begun and pairs <= self._tables_begun.most_pairs:
+            return self._tables_begun
+        return expert_tables(self.domain.launches, self._counts_here, self.domain.rank, self.rows_sent, pairs)
+
+    @cached_property
+    def _starts(self) -> _Counts:
         """Where the rows from each rank for each expert begin in placed order."""
-        return before_each(self._here.T[None])[0].T
+        return _before_each(self._here.T[None])[0].T
 
     @cached_property
     def _ends(self) -> torch.Tensor:
@@ -76,12 +154,13 @@ class Routing:
 
     @cached_property
     def all_places(self) -> Places:
-        return Places(self._starts[0].tolist(), self._here.sum(0).tolist(), None, self._ends[-1])
+        ends = self._ends[-1] if self._of_blocks is None else self.tables.ends
+        return Places(self._starts[0].tolist(), self._here.sum(0).tolist(), None, ends)
 
     @cached_property
     def place_of_received(self) -> torch.Tensor:
         """The place in placed order of each row of the messages from all ranks, one behind the other: int64 [R]."""
-        return _shifted(self._starts - before_each(self._here[None])[0], self._here, self.rows_received, self.device)
+        return _shifted(self._starts - _before_each(self._here[None])[0], self._here, self.rows_received, self.device)
 
     @cached_property
     def places(self) -> list[Places]:
@@ -97,40 +176,18 @@ class Routing:
 
     def prepare(self) -> None:
         """Work out what messages want, before an operator, within which the host reads no tensor."""
-        _ = self.places, self._place_in_message
-
-    @cached_property
-    def tables(self) -> Tables:
-        """What kernels of experts are told."""
-        return expert_tables(self._counts, self.domain.rank, partial(_on_device, device=self.device))
-
-    @cached_property
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token, expert) of each row in sent order, as an index of [T, E]: int64 [N] each."""
-        pairs = torch.nonzero_static(self._chosen.t().contiguous(), size=self.rows_sent).t().contiguous()
-        return pairs[1], pairs[0]
+        _ = self.rows, self.places, self._place_in_message
 
     @property
-    def tokens(self) -> torch.Tensor:
-        """The token of each row in sent order: int64 [N]."""
-        return self.pairs[0]
-
-    @cached_property
     def _by_token(self) -> torch.Tensor:
         """Rows in sent order, by token, then expert: int64 [N]."""
-        return torch.argsort(self.tokens, stable=True)
+        return self.rows.by_token[: self.rows_sent]
 
     @cached_property
     def _in_message(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(place in its message, rank that it goes to) of each row in `_by_token`: int64 [N]."""
-        rank = self.pairs[1] // (self.experts // self.world_size)
+        rank = self.places_of_tokens % self.experts // (self.experts // self.world_size)
         return self._place_in_message[self._by_token], rank[self._by_token]
-
-    @cached_property
-    def _ends_of_tokens(self) -> torch.Tensor:
-        """Where the rows of each token begin in `_by_token`, and the last one's end: int64 [T + 1]."""
-        ends = self._chosen.sum(1).cumsum(0)
-        return torch.cat((ends.new_zeros(1), ends))
 
     def sum_of_tokens(self, rows: torch.Tensor, capacity: int | None = None) -> torch.Tensor:
         """The sum of each token's rows [N, H], in sent order -> [T, H]: in order of expert, in fp32, rounded once. capacity: the
@@ -142,18 +199,32 @@ class Routing:
             place, rank = self._in_message
             index = place + rank * capacity
         if rows.is_cuda:
-            return sum_on_gpu(self.domain, rows, index, self._ends_of_tokens)
+            return sum_on_gpu(self.domain, rows, index, self.rows.ends)
         bag = torch.nn.functional.embedding_bag
-        return bag(index, rows.float(), self._ends_of_tokens, mode="sum", include_last_offset=True).to(rows.dtype)
+        return bag(index, rows.float(), self.rows.ends, mode="sum", include_last_offset=True).to(rows.dtype)
 
 
-def _shifted(shifts: Counts, counts: Counts, total: int, device: torch.device) -> torch.Tensor:
+def _placed_by_torch(chosen: torch.Tensor) -> Rows:
+    """What the kernel of place_rows finds, exactly as many."""
+    expert, token = torch.nonzero(chosen.t(), as_tuple=True)
+    ends = chosen.sum(1).cumsum(0)
+    by_token = torch.argsort(token, stable=True)
+    return Rows(token, token * chosen.shape[1] + expert, by_token, torch.cat((ends.new_zeros(1), ends)))
+
+
+def _before_each(counts: _Counts) -> _Counts:
+    """How much comes before each, in each of the matrices."""
+    flat = counts.reshape(len(counts), -1)
+    return (flat.cumsum(1, dtype=np.int32) - flat).reshape(counts.shape)
+
+
+def _shifted(shifts: _Counts, counts: _Counts, total: int, device: torch.device) -> torch.Tensor:
     """0, 1, 2, ... in runs of `counts`, `total` of them together, each run shifted by its number: int64 [total]."""
     both = _on_device(np.stack((shifts.ravel(), counts.ravel())), device)
     return torch.arange(total, device=device) + torch.repeat_interleave(both[0], both[1], output_size=total)
 
 
-def _on_device(numbers: Counts, device: torch.device) -> torch.Tensor:
+def _on_device(numbers: _Counts, device: torch.device) -> torch.Tensor:
     """Numbers of the host, by a copy for which it does not wait: within an operator it must not."""
     tensor = torch.from_numpy(numbers)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

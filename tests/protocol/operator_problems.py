@@ -159,9 +159,7 @@ def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Bef
     of the rows by themselves. Every call has another routing."""
     of_calls, world = routings(machine.world_size, calls), machine.world_size
     x, w = integers(calls, world, TILE, TILE, seed=11), integers(world, 2, TILE, TILE, seed=12)
-    numbers = [
-        [x[call, rank, :, 0][one.tokens] for rank, one in enumerate(of_call)] for call, of_call in enumerate(of_calls)
-    ]
+    numbers = x[..., :1].expand(-1, -1, -1, 2 * world).contiguous()  # of each token, whichever expert it goes to
     expected = torch.zeros(calls, world, MOST_ROWS, TILE)
     for call, of_call in enumerate(of_calls):
         for rank in range(world):
@@ -170,7 +168,7 @@ def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Bef
                 expected[call, rank, at] = x[call, s, t] @ w[rank, e] + x[call, s, t, 0]
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-        routing, given = of_calls[domain.call][domain.rank], numbers[domain.call][domain.rank]
+        routing, given = of_calls[domain.call][domain.rank], numbers[domain.call, domain.rank]
         product = core("ops.grouped").GroupedProduct(mine.unbind(0), transposed=False)
         gather = _expert_plan(domain, method, "DISPATCH_LINEAR").start(
             domain, planned_tag(domain, "dispatch"), routing, own, given, True
@@ -229,7 +227,8 @@ def routings(world: int, calls: int) -> list[list[Any]]:
 
 
 def _tokens(routing: Any, expert: int) -> list[int]:
-    return [token for token, number in zip(*(part.tolist() for part in routing.pairs), strict=True) if number == expert]
+    experts = len(routing.sent) * 2
+    return [place // experts for place in routing.places_of_tokens.tolist() if place % experts == expert]
 
 
 def planned_experts(domain: SimulatedDomain, spec: str) -> Any:

@@ -38,7 +38,7 @@ def layer(machine: Simulation, batches: int = 4) -> Build:
         leaves = [leaf.clone().requires_grad_() for leaf in (x[batch], probs[batch], w1, w2)]
         chosen = torch.zeros(world, TILE, 2 * world)
         for rank, routing in enumerate(of_batches[batch]):
-            chosen[rank][routing.pairs] = 1
+            chosen[rank].view(-1)[routing.places_of_tokens] = 1
         hidden = torch.einsum("rtk,enk->rten", leaves[0], leaves[2]) * (leaves[1] * chosen)[..., None]
         z = torch.einsum("rten,ekn->rtk", hidden, leaves[3])
         z.backward(dz[batch])
@@ -50,7 +50,8 @@ def layer(machine: Simulation, batches: int = 4) -> Build:
         def host(domain: SimulatedDomain) -> None:
             rank, functions = domain.rank, core("experts")
             mine = slice(2 * rank, 2 * rank + 2)
-            first, second = (planned_experts(domain, spec) for spec in ("DISPATCH_LINEAR", "LINEAR_COMBINE"))
+            ops = [planned_experts(domain, spec) for spec in ("DISPATCH_LINEAR", "LINEAR_COMBINE")]
+            first, second = (SimpleNamespace(op=lambda op=op: op) for op in ops)
             for start in range(0, batches, 2):
                 waiting = []
                 for batch in (start, start + 1):

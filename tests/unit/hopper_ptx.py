@@ -134,7 +134,7 @@ def compiled_kernel(
         "tag": "i64",
     }
     types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr", "gathered_scale_ptr"), "*fp32")
-    types |= dict.fromkeys(("x_ptr", "a_ptr", "y_ptr"), "*bf16") | {"tokens_ptr": "*i64"}
+    types |= dict.fromkeys(("x_ptr", "a_ptr", "y_ptr"), "*bf16") | {"tokens_ptr": "*i64", "places_ptr": "*i64"}
     types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
@@ -144,8 +144,10 @@ def compiled_kernel(
     whole = ("n", "k", "pitch")  # m_shard is not specialised: rows are any number
     aligned = {
         (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in constants and (name.endswith("_ptr") or name in whole) and name != "tokens_ptr"
+        for i, (name, param) in enumerate(zip(names, kernel.params, strict=True))
+        if name not in constants
+        and (name.endswith("_ptr") or name in whole)
+        and not param.do_not_specialize_on_alignment
     }
     source = GluonASTSource(kernel, signature, values, aligned)
     with _without_assembler():

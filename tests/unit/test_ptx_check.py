@@ -166,6 +166,7 @@ def test_every_kernel_has_an_entry() -> None:
         "all_gather_gemm",
         "all_to_all_gemm",
         "arrivals",
+        "expert_tables",
         "gemm_reduce_scatter",
         "low_latency",
         "quantize",

@@ -17,15 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from overlap_train.kernels import hopper_dispatch_gemm as dispatch
 from overlap_train.kernels import hopper_experts as experts
 from overlap_train.kernels import hopper_gemm_combine as combine
 from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
-from overlap_train.ops.expert_tables import Tables, chunk_count, expert_tables
+from overlap_train.ops.expert_tables import Tables, chunk_count
 from overlap_train.ops.grouped import GroupedProduct
+from tests.protocol.tables_of_experts import tables_of
 from tests.unit.hopper_model import ORDER, python_of
 
 BLOCKS = BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M = 128, 256, 64, 8
@@ -219,11 +218,11 @@ def any_counts(seed: int) -> Counts:
 
 def chunk_of_each(here: int) -> Any:
     """The chunk of each expert of a rank: of one row each, by the pair that it is in."""
-    return expert_tables(np.ones((1, 1, here), np.int32), 0, torch.from_numpy).pairs[1:, 3].numpy()
+    return tables_of(np.ones((1, 1, here)), 0).pairs[1:, 3].numpy()
 
 
 def group_of(counts: Counts, features: int) -> list[Rank]:
-    tables = [expert_tables(counts, rank, torch.from_numpy) for rank in range(len(counts))]
+    tables = [tables_of(counts, rank) for rank in range(len(counts))]
     rows = max(counts.sum((0, 2)).max(), counts.sum((1, 2)).max())
     return [Rank(table, int(rows), features) for table in tables]
 
@@ -249,10 +248,12 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
     words = (0, 0, Pointer(torch.zeros(1)), 0, 0, 0, 0)
     for rank, own in enumerate(group):
         x = torch.arange(sent[rank])[:, None] * 10 + torch.arange(K) + 1_000_000 * rank
+        places = torch.randperm(3 * sent[rank])[: sent[rank]]
+        numbers = torch.zeros(3 * sent[rank]).index_copy_(0, places, torch.arange(sent[rank]) + 0.5)
         warps = Warps(group, rank)
         warps.arrived = partial(_sent, group, counts, rank)
         python_of(dispatch._send, **warps.names())(
-            Pointer(x[torch.argsort(order[rank])].ravel()), Pointer(order[rank]), Pointer(torch.arange(sent[rank]) + 0.5),
+            Pointer(x[torch.argsort(order[rank])].ravel()), Pointer(order[rank]), Pointer(places), Pointer(numbers),
             *(Pointer(each.ravel()) for each in (own.tables.pieces, own.tables.peers)), _sending(warps), words, K, STEP,
         )  # fmt: skip
     chunks = range(chunk_count(here))
@@ -324,7 +325,7 @@ def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: 
 def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() -> None:
     """Own rows first, then those of rank-1, ...; of many experts each has all its rows together, whoever they come from."""
     few, many = np.full((4, 4, 2), 1000), np.full((4, 4, 32), 250)
-    pairs, segments = (each.tolist() for each in expert_tables(few, 1, torch.from_numpy)[::3])
+    pairs, segments = (each.tolist() for each in tables_of(few, 1)[:4:3])
     turns = [
         (
             chunk,
@@ -337,7 +338,7 @@ def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() ->
         for expert, first, _, chunk in pairs[1:]
     ]
     assert turns == sorted(turns) and turns[0] == (0, 0)
-    pairs = expert_tables(many, 1, torch.from_numpy).pairs[1:]
+    pairs = tables_of(many, 1).pairs[1:]
     assert pairs[:, 1].tolist() == sorted(pairs[:, 1].tolist())
 
 
