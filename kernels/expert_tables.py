@@ -30,7 +30,7 @@ def _chosen_by(chosen_ptr, first, tokens, experts, COUNT: tl.constexpr, BLOCK_E:
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "experts"])
 def count_rows_kernel(chosen_ptr, of_blocks_ptr, tokens, experts, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
     """of_blocks [cdiv(T, BLOCK_T), E]: the rows that each block of tokens has for each expert. A program for each block."""
     block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
@@ -38,7 +38,7 @@ def count_rows_kernel(chosen_ptr, of_blocks_ptr, tokens, experts, BLOCK_T: tl.co
     tl.store(of_blocks_ptr + block * experts + expert, tl.sum(chosen, 0), mask=expert < experts)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "most"])
+@triton.jit(do_not_specialize=["tokens", "experts", "blocks", "most"])
 def place_rows_kernel(chosen_ptr, of_blocks_ptr, tokens_ptr, places_ptr, by_token_ptr, ends_ptr, blocks, tokens, experts, most,
                       BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PART_T: tl.constexpr):  # fmt: skip
     """Of each row in sent order, which is by expert, then token, its token, and its place in chosen, 0 beyond the last row, each
@@ -76,32 +76,31 @@ def place_rows_kernel(chosen_ptr, of_blocks_ptr, tokens_ptr, places_ptr, by_toke
 
 
 @triton.jit
-def _first_of_chunk(number, HERE: tl.constexpr, CHUNKS: tl.constexpr):
+def _first_of_chunk(number, here):
     """The first expert of chunk `number`. Chunks grow evenly, since the first tiles wait for all of the first one."""
-    STEPS: tl.constexpr = CHUNKS * (CHUNKS + 1)
-    return tl.maximum(number, (HERE * number * (number + 1) + STEPS - 1) // STEPS)
+    chunks = tl.minimum(here, MAX_CHUNKS)
+    return tl.maximum(number, tl.cdiv(here * number * (number + 1), chunks * (chunks + 1)))
 
 
 @triton.jit
-def _chunk_at(place, SCALE: tl.constexpr, HERE: tl.constexpr, CHUNKS: tl.constexpr):
-    """The chunk of an expert; SCALE: each expert counts so often."""
+def _chunk_at(place, scale, here):
+    """The chunk of an expert; scale: each expert counts so often."""
     chunk = tl.zeros_like(place)
-    for number in tl.static_range(1, CHUNKS):
-        chunk += (place >= SCALE * _first_of_chunk(number, HERE, CHUNKS)).to(tl.int32)
+    for number in range(1, tl.minimum(here, MAX_CHUNKS)):
+        chunk += (place >= scale * _first_of_chunk(number, here)).to(tl.int32)
     return chunk
 
 
 @triton.jit
-def _rows_here(counts_ptr, rank, WORLD: tl.constexpr, HERE: tl.constexpr, WORLD_2: tl.constexpr, HERE_2: tl.constexpr):
+def _rows_here(counts_ptr, rank, world, here, WORLD_2: tl.constexpr, HERE_2: tl.constexpr):
     """Rows for each of this rank's experts, from each rank: [HERE_2, WORLD_2]."""
     expert, source = tl.arange(0, HERE_2)[:, None], tl.arange(0, WORLD_2)[None, :]
-    inside = (expert < HERE) & (source < WORLD)
-    return tl.load(counts_ptr + source * (WORLD * HERE) + rank * HERE + expert, mask=inside, other=0)
+    inside = (expert < here) & (source < world)
+    return tl.load(counts_ptr + source * (world * here) + rank * here + expert, mask=inside, other=0)
 
 
 @triton.jit
-def _pairs_at(slots, rows, counts_ptr, rank, WORLD: tl.constexpr, HERE: tl.constexpr, CHUNKS: tl.constexpr,
-              BLOCK_M: tl.constexpr):  # fmt: skip
+def _pairs_at(slots, rows, counts_ptr, rank, world, here, BLOCK_M: tl.constexpr):
     """(expert, first row, end of its rows, chunk, key) of pairs by expert. rows: for each expert, [HERE_2]. key: by which pairs
     of many rows are ordered: chunk, then the turn in which the last one of the ranks whose rows they have arrives."""
     number = tl.arange(0, rows.shape[0])
@@ -112,31 +111,30 @@ def _pairs_at(slots, rows, counts_ptr, rank, WORLD: tl.constexpr, HERE: tl.const
     start = tl.sum(tl.where(is_it, (ends - rows)[None, :], 0), 1)
     end = tl.sum(tl.where(is_it, ends[None, :], 0), 1)
     first = start + BLOCK_M * (slots - tl.sum(tl.where(is_it, (tile_ends - tiles)[None, :], 0), 1))
-    chunk = _chunk_at(expert, 1, HERE, CHUNKS)
+    chunk = _chunk_at(expert, 1, here)
     turn, begin = tl.zeros_like(slots), start
-    for source in range(WORLD):
-        some = tl.load(counts_ptr + source * (WORLD * HERE) + rank * HERE + expert, mask=expert < HERE, other=0)
+    for source in range(world):
+        some = tl.load(counts_ptr + source * (world * here) + rank * here + expert, mask=expert < here, other=0)
         has_rows = tl.maximum(begin, first) < tl.minimum(begin + some, first + BLOCK_M)
-        turn = tl.where(has_rows, tl.maximum(turn, (rank - source + WORLD) % WORLD), turn)
+        turn = tl.where(has_rows, tl.maximum(turn, (rank - source + world) % world), turn)
         begin += some
-    return expert, first, end, chunk, WORLD * chunk + turn
+    return expert, first, end, chunk, world * chunk + turn
 
 
 @triton.jit
-def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, WORLD: tl.constexpr, HERE: tl.constexpr,
-                WORLD_2: tl.constexpr, HERE_2: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr,
-                LONG: tl.constexpr):  # fmt: skip
-    rows = tl.sum(_rows_here(counts_ptr, rank, WORLD, HERE, WORLD_2, HERE_2), 1)
+def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, world, here, WORLD_2: tl.constexpr,
+                HERE_2: tl.constexpr, BLOCK_M: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    rows = tl.sum(_rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2), 1)
     count, total = tl.sum(tl.cdiv(rows, BLOCK_M), 0), tl.sum(rows, 0)
     for first_slot in range(program * AT_ONCE, count, programs * AT_ONCE):
         slots = first_slot + tl.arange(0, AT_ONCE)
-        expert, first, end, chunk, key = _pairs_at(slots, rows, counts_ptr, rank, WORLD, HERE, CHUNKS, BLOCK_M)
+        expert, first, end, chunk, key = _pairs_at(slots, rows, counts_ptr, rank, world, here, BLOCK_M)
         place = slots
-        if total >= LONG * HERE * WORLD:
+        if total >= LONG * here * world:
             place = tl.zeros_like(slots)
             for other_slot in range(0, count, AT_ONCE):
                 others = other_slot + tl.arange(0, AT_ONCE)
-                _, _, _, _, theirs = _pairs_at(others, rows, counts_ptr, rank, WORLD, HERE, CHUNKS, BLOCK_M)
+                _, _, _, _, theirs = _pairs_at(others, rows, counts_ptr, rank, world, here, BLOCK_M)
                 is_before = (theirs[None, :] < key[:, None]) | (
                     (theirs[None, :] == key[:, None]) & (others[None, :] < slots[:, None])
                 )
@@ -149,24 +147,24 @@ def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, WORLD:
     if program == 0:
         tl.store(pairs_ptr, count)
         tl.store(pairs_ptr + 1, tl.maximum(total, BLOCK_M // 2))
-        tl.store(pairs_ptr + 2, WORLD)
+        tl.store(pairs_ptr + 2, world)
 
 
 @triton.jit
-def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, programs, WORLD: tl.constexpr,
-                 HERE: tl.constexpr, WORLD_2: tl.constexpr, EXPERTS_2: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    EXPERTS: tl.constexpr = WORLD * HERE
+def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, programs, world, here, WORLD_2: tl.constexpr,
+                 EXPERTS_2: tl.constexpr):  # fmt: skip
+    experts = world * here
     order, target = tl.arange(0, EXPERTS_2), tl.arange(0, WORLD_2)
     # The parts in which rows leave: chunk by chunk, of each those for this rank, rank+1, ..., by expert.
-    chunk = _chunk_at(order, WORLD, HERE, CHUNKS)
-    first_expert = _first_of_chunk(chunk, HERE, CHUNKS)
-    experts_of_chunk = tl.maximum(_first_of_chunk(chunk + 1, HERE, CHUNKS) - first_expert, 1)
-    in_chunk = order - WORLD * first_expert
-    to = (rank + in_chunk // experts_of_chunk) % WORLD
-    part = to * HERE + first_expert + in_chunk % experts_of_chunk
-    exists = order < EXPERTS
-    count = tl.cdiv(tl.load(counts_ptr + rank * EXPERTS + part, mask=exists, other=0), PIECE)
-    for one in range(CHUNKS):
+    chunk = _chunk_at(order, world, here)
+    first_expert = _first_of_chunk(chunk, here)
+    experts_of_chunk = tl.maximum(_first_of_chunk(chunk + 1, here) - first_expert, 1)
+    in_chunk = order - world * first_expert
+    to = (rank + in_chunk // experts_of_chunk) % world
+    part = to * here + first_expert + in_chunk % experts_of_chunk
+    exists = order < experts
+    count = tl.cdiv(tl.load(counts_ptr + rank * experts + part, mask=exists, other=0), PIECE)
+    for one in range(tl.minimum(here, MAX_CHUNKS)):
         is_of = (to[:, None] == target[None, :]) & (chunk == one)[:, None] & exists[:, None]
         of_target = tl.sum(tl.where(is_of, count[:, None], 0), 0)
         is_first = is_of & (in_chunk % experts_of_chunk == 0)[:, None]
@@ -175,31 +173,31 @@ def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, pro
         )  # an empty piece, whose signal is waited for
         if program == 0:
             at_peer_ptr = peers_ptr + target * PEER_WORDS + FIRST_PIECES + one
-            tl.store(at_peer_ptr, tl.maximum(of_target, 1), mask=target < WORLD)
+            tl.store(at_peer_ptr, tl.maximum(of_target, 1), mask=target < world)
     ends = tl.cumsum(count, 0)
     pieces = tl.sum(count, 0)
     if program == 0:
         tl.store(pieces_ptr, pieces)
-    own = tl.load(counts_ptr + rank * EXPERTS + order, mask=exists, other=0)
+    own = tl.load(counts_ptr + rank * experts + order, mask=exists, other=0)
     of_all = tl.zeros((EXPERTS_2,), tl.int32)
-    for source in range(WORLD):
-        of_all += tl.load(counts_ptr + source * EXPERTS + order, mask=exists, other=0)
+    for source in range(world):
+        of_all += tl.load(counts_ptr + source * experts + order, mask=exists, other=0)
     for first_slot in range(program * AT_ONCE, pieces, programs * AT_ONCE):
         slots = first_slot + tl.arange(0, AT_ONCE)
         inside = slots < pieces
         at = tl.sum((ends[None, :] <= slots[:, None]).to(tl.int32), 1)
         is_it = at[:, None] == order[None, :]
-        here = tl.sum(tl.where(is_it, part[None, :], 0), 1)
+        mine = tl.sum(tl.where(is_it, part[None, :], 0), 1)
         number = PIECE * (slots - tl.sum(tl.where(is_it, (ends - count)[None, :], 0), 1))
         signal = tl.sum(tl.where(is_it, (to * MAX_CHUNKS + chunk)[None, :], 0), 1)
-        is_before = order[None, :] < here[:, None]
+        is_before = order[None, :] < mine[:, None]
         first = tl.sum(tl.where(is_before, own[None, :], 0), 1)
         # At its rank: behind the rows for experts before, and those from ranks before.
-        is_before = is_before & (order[None, :] >= (here // HERE * HERE)[:, None])
+        is_before = is_before & (order[None, :] >= (mine // here * here)[:, None])
         place = tl.sum(tl.where(is_before, of_all[None, :], 0), 1)
         for source in range(rank):
-            place += tl.load(counts_ptr + source * EXPERTS + here, mask=inside, other=0)
-        rows = tl.load(counts_ptr + rank * EXPERTS + here, mask=inside, other=0) - number
+            place += tl.load(counts_ptr + source * experts + mine, mask=inside, other=0)
+        rows = tl.load(counts_ptr + rank * experts + mine, mask=inside, other=0) - number
         to_ptr, inside = pieces_ptr + PIECE_WORDS * (1 + slots), inside & (slots < capacity)
         tl.store(to_ptr, first + number, mask=inside)
         tl.store(to_ptr + 1, tl.minimum(rows, PIECE), mask=inside)
@@ -208,43 +206,42 @@ def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, pro
 
 
 @triton.jit
-def _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, WORLD: tl.constexpr, HERE: tl.constexpr,
-                   WORLD_2: tl.constexpr, HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr):  # fmt: skip
-    EXPERTS: tl.constexpr = WORLD * HERE
+def _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, world, here, WORLD_2: tl.constexpr,
+                   HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr):  # fmt: skip
+    experts = world * here
     expert, source, order = tl.arange(0, HERE_2), tl.arange(0, WORLD_2), tl.arange(0, EXPERTS_2)
-    rows = _rows_here(counts_ptr, rank, WORLD, HERE, WORLD_2, HERE_2)
+    rows = _rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2)
     ends = tl.cumsum(tl.sum(rows, 1), 0)
-    tl.store(ends_ptr + expert, ends, mask=expert < HERE)
+    tl.store(ends_ptr + expert, ends, mask=expert < here)
     end = (ends - tl.sum(rows, 1))[:, None] + tl.cumsum(rows, 1)
-    inside = (source < WORLD)[:, None] & (order < EXPERTS)[None, :]
-    of_ranks = tl.load(counts_ptr + source[:, None] * EXPERTS + order[None, :], mask=inside, other=0)
-    before_here = tl.sum(tl.where((order < rank * HERE)[None, :], of_ranks, 0), 1)
+    inside = (source < world)[:, None] & (order < experts)[None, :]
+    of_ranks = tl.load(counts_ptr + source[:, None] * experts + order[None, :], mask=inside, other=0)
+    before_here = tl.sum(tl.where((order < rank * here)[None, :], of_ranks, 0), 1)
     in_sent_order = before_here[None, :] + tl.cumsum(rows, 0) - rows
-    to_ptr = segments_ptr + SEGMENT_WORDS * (expert[:, None] * WORLD + source[None, :])
-    inside = (expert < HERE)[:, None] & (source < WORLD)[None, :]
+    to_ptr = segments_ptr + SEGMENT_WORDS * (expert[:, None] * world + source[None, :])
+    inside = (expert < here)[:, None] & (source < world)[None, :]
     tl.store(to_ptr, end - rows, mask=inside)
     tl.store(to_ptr + 1, end, mask=inside)
     tl.store(to_ptr + 2, in_sent_order - (end - rows), mask=inside)
     of_all = tl.sum(of_ranks, 0)
-    is_for = (order // HERE)[None, :] == source[:, None]
+    is_for = (order // here)[None, :] == source[:, None]
     to_ptr = peers_ptr + source * PEER_WORDS
-    tl.store(to_ptr, tl.sum(tl.where(is_for, of_all[None, :], 0), 1), mask=source < WORLD)
-    tl.store(to_ptr + 1, tl.sum(of_ranks, 1), mask=source < WORLD)
-    tl.store(to_ptr + 2, tl.sum(rows, 0), mask=source < WORLD)
+    tl.store(to_ptr, tl.sum(tl.where(is_for, of_all[None, :], 0), 1), mask=source < world)
+    tl.store(to_ptr + 1, tl.sum(of_ranks, 1), mask=source < world)
+    tl.store(to_ptr + 2, tl.sum(rows, 0), mask=source < world)
 
 
-@triton.jit(do_not_specialize=["most_pairs", "most_pieces", "rank"])
+@triton.jit(do_not_specialize=["most_pairs", "most_pieces", "rank", "world", "here"])
 def expert_tables_kernel(counts_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, ends_ptr, most_pairs, most_pieces, rank,
-                         WORLD: tl.constexpr, HERE: tl.constexpr, WORLD_2: tl.constexpr, HERE_2: tl.constexpr,
-                         EXPERTS_2: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """The tables of `rank`, HERE experts of each of WORLD ranks. *_2: the next power of two. most_*: as many as there is room
-    for. LONG: see ops/expert_tables.py. The last program fills what is small; every other one some pairs or some pieces."""
+                         world, here, WORLD_2: tl.constexpr, HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr,
+                         BLOCK_M: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """The tables of `rank`, `here` experts of each of `world` ranks. *_2: a power of two that is as large. most_*: as many as
+    there is room for. LONG: see ops/expert_tables.py. The last program fills what is small; others some pairs, or some pieces."""
     program, half = tl.program_id(0), (tl.num_programs(0) - 1) // 2
     if program < half:
-        _fill_pairs(pairs_ptr, most_pairs, counts_ptr, rank, program, half, WORLD, HERE, WORLD_2, HERE_2, CHUNKS, BLOCK_M,
-                    LONG)  # fmt: skip
+        _fill_pairs(pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M, LONG)
     elif program < 2 * half:
-        _fill_pieces(pieces_ptr, peers_ptr, most_pieces, counts_ptr, rank, program - half, half, WORLD, HERE, WORLD_2,
-                     EXPERTS_2, CHUNKS)  # fmt: skip
+        _fill_pieces(pieces_ptr, peers_ptr, most_pieces, counts_ptr, rank, program - half, half, world, here, WORLD_2,
+                     EXPERTS_2)  # fmt: skip
     else:
-        _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, WORLD, HERE, WORLD_2, HERE_2, EXPERTS_2)
+        _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, world, here, WORLD_2, HERE_2, EXPERTS_2)

@@ -221,7 +221,9 @@ def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor
             for gradient, first, count in zip(gradients, places.starts, places.counts, strict=True):
                 if gradient is not None:
                     gradient.add(dy[first : first + count], x[first : first + count])
-    return [None if gradient is None else gradient.result() for gradient in gradients]
+    first = ctx.weights[0]
+    placeholder = torch.empty_like(first) if hasattr(first, "main_grad") else None
+    return [None if gradient is None else gradient.result(placeholder) for gradient in gradients]
 
 
 _apply_dispatch, _apply_combine = applied(_DispatchLinear), applied(_LinearCombine)

@@ -124,7 +124,7 @@ def _place_launch(chosen: torch.Tensor, of_blocks: torch.Tensor, *rows: torch.Te
 
 
 def _blocks(chosen: torch.Tensor) -> dict[str, int]:
-    return dict(BLOCK_T=_TOKENS_AT_ONCE, BLOCK_E=_power_of_two(chosen.shape[1]), num_warps=8)
+    return dict(BLOCK_T=_TOKENS_AT_ONCE, BLOCK_E=_power_of_two(chosen.shape[1], 64), num_warps=8)
 
 
 def _tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces: int) -> Launch:
@@ -135,12 +135,14 @@ def _tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces:
     tensors = dict(counts_ptr=counts) | {f"{name}_ptr": table for name, table in tables._asdict().items()}
     numbers = dict(most_pairs=tables.most_pairs, most_pieces=most_pieces)
     constants = dict(
-        WORLD=world, HERE=here, WORLD_2=_power_of_two(world), HERE_2=_power_of_two(here), EXPERTS_2=_power_of_two(experts),
-        CHUNKS=chunk_count(here), BLOCK_M=_BLOCK_M, LONG=_LONG_SEGMENT, num_warps=8,
+        WORLD_2=_power_of_two(world, 8), HERE_2=_power_of_two(here, 32), EXPERTS_2=_power_of_two(experts, 64),
+        BLOCK_M=_BLOCK_M, LONG=_LONG_SEGMENT, num_warps=8,
     )  # fmt: skip
     replaced = tuple((name,) for name in (*tensors, *numbers))
-    return Launch(expert_tables_kernel, (_PROGRAMS,), tensors | numbers | dict(rank=rank), constants, replaced)
+    arguments = tensors | numbers | dict(rank=rank, world=world, here=here)
+    return Launch(expert_tables_kernel, (_PROGRAMS,), arguments, constants, replaced)
 
 
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+def _power_of_two(count: int, least: int) -> int:
+    """One that is as large. least: one kernel serves all smaller counts, since each takes seconds to compile."""
+    return max(least, 1 << (count - 1).bit_length())

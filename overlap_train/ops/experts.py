@@ -44,6 +44,11 @@ def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfi
         )
     key = (EXPERT_ROUTING.name, experts, config)
     known = cache.plans.get(key)
+    if known is None and problem is None and chosen.is_cuda:
+        with compiling_ahead(name):
+            from .rehearsal import compile_routing_ahead
+
+            compile_routing_ahead(domain, *chosen.shape)
     if known is None or problem is not None:
         what, nbytes = (
             Request(EXPERT_ROUTING.name, f"rows of {experts} experts", how=f"method {config.method}"),

@@ -25,7 +25,7 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
-from .expert_tables import LEAST_ROWS, Rows, Tables
+from .expert_tables import LEAST_ROWS, Rows, Tables, count_rows, expert_tables, place_rows
 from .gemm_ar import sums_sent_on
 from .grouped import GroupedProduct
 from .launch_experts import dispatch_and_multiply, multiply_and_combine
@@ -39,12 +39,19 @@ from .spec import Operands
 _TAG = Tag("overlap_train/rehearsal", "")
 
 
+class _Described(list[Launch]):
+    """Stands where a LaunchCache does, and keeps what would be launched."""
+
+    def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[..., Launch], *told: Any) -> None:
+        self.append(describe(*told))
+
+
 class _Rehearsal(Workspace):
     """Slots without memory, whose calls describe what they would launch."""
 
     def __init__(self, domain: OverlapDomain, request: Request) -> None:
         """request: for it the heap may have to grow first."""
-        self.launches: list[Launch] = []
+        self.launches = _Described()
         layout = domain.layout.covering(request.slot_bytes, request.flagged_bytes)
         waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
         heap: Any = SimpleNamespace(view=lambda peer: torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
@@ -52,12 +59,8 @@ class _Rehearsal(Workspace):
 
     def _new_call(self, slot: Slot, block_shape: torch.Size, dtype: torch.dtype, chunks: int) -> Call:
         call = super()._new_call(slot, block_shape, dtype, chunks)
-        call.launches = cast(Any, self)
+        call.launches = cast(Any, self.launches)
         return call
-
-    def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[..., Launch], *told: Any) -> None:
-        """In place of LaunchCache.run."""
-        self.launches.append(describe(*told))
 
 
 class _NoCopies:
@@ -79,6 +82,15 @@ def compile_ahead(domain: OverlapDomain, calls: Iterable[tuple[Plan, Operands]])
 def compile_experts_ahead(domain: OverlapDomain, plan: Plan, weights: Sequence[torch.Tensor], has_probs: bool) -> None:
     """Start to compile what both operators of experts launch, forward and backward. plan: of one of them, by `fused`."""
     _start(domain, launches_of_experts(domain, plan, weights, has_probs))
+
+
+def compile_routing_ahead(domain: OverlapDomain, tokens: int, experts: int) -> None:
+    """Start to compile what a routing launches."""
+    launches, chosen = _Described(), torch.empty(tokens, experts, dtype=torch.bool, device="meta")
+    place_rows(cast(Any, launches), chosen, count_rows(cast(Any, launches), chosen), tokens)
+    counts = torch.empty(domain.world_size, experts, dtype=torch.int32, device="meta")
+    expert_tables(cast(Any, launches), counts, domain.rank, tokens, experts)
+    _start(domain, launches)
 
 
 def _start(domain: OverlapDomain, launches: list[Launch]) -> None:

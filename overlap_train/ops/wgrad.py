@@ -108,9 +108,9 @@ class WeightGradient:
         else:
             self._target.add_(x._replace(dtype=torch.float32).multiply(dy_nm))
 
-    def result(self) -> torch.Tensor | None:
+    def result(self, placeholder: torch.Tensor | None = None) -> torch.Tensor | None:
         """dw for autograd; None if it is delayed; None, or a placeholder where a hook insists on a gradient, if it goes into
-        `weight.main_grad`. Called once."""
+        `weight.main_grad`. placeholder: memory for it, which weights may share. Called once."""
         ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
             unmark(self._weight, ctx, self._number)
@@ -120,8 +120,9 @@ class WeightGradient:
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
         self._weight.grad_added_to_main_grad = True
-        placeholder = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
-        return placeholder(self._weight)
+        if getattr(self._weight, "zero_out_wgrad", False):
+            return torch.zeros_like(self._weight)
+        return torch.empty_like(self._weight) if placeholder is None else placeholder.detach()
 
     def _in_dtype_of_weight(self) -> torch.Tensor | None:
         dw, dtype = self._dw, self._weight.dtype
