@@ -30,7 +30,7 @@ FEW_LAYERS = {SMALL: 2, "llama3-8b": 4, "llama3-70b": 2, "qwen3-32b": 2}
 VARIANTS = (
     *("megatron", "megatron_graph", "nccl", "nccl_graph"),
     *(method for method in METHODS if method not in ("auto", "collective")),
-    *("te", "te_userbuffers", "te_userbuffers_ring", "te_overlap"),
+    *("te", "te_again", "te_userbuffers", "te_userbuffers_ring", "te_overlap"),
     *("overlap", "overlap_fp8", "overlap_graph"),
 )
 USERBUFFERS = ("te_userbuffers", "te_userbuffers_ring")
@@ -74,6 +74,9 @@ class Plan:
         "on",
         "whether linears add weight gradients into the fp32 buffer inside the GEMM, on all sides",
         choices=("on", "off"),
+    )
+    te_fp8: str = option(
+        "off", "TransformerEngine's recipe, in all its variants", choices=("off", "tensorwise", "delayed", "blockwise")
     )
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
     peak_tflops: float = option(0.0, "MFU is against this; 0: the data sheet's dense bf16 figure")
@@ -125,6 +128,8 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
             raise RecipeError(
                 f"--variants {name} with --no-sequence-parallel: it needs sequence parallelism; leave it out"
             )
+        if name in USERBUFFERS and plan.te_fp8 == "blockwise":
+            raise RecipeError(f"--variants {name} with --te-fp8 blockwise: they have no such buffers; leave it out")
         if name.startswith("te") and plan.lora:
             raise RecipeError(f"--variants {name}: --lora puts adapters around Megatron-Core's linears; leave it out")
     return plan, overlap

@@ -56,6 +56,7 @@ def rows_of(found: Comparison) -> list[Row]:
         "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size, "seq": settings.seq_length, "tp": settings.tp,
         "cp": settings.cp, "lora": plan.lora, "deterministic": plan.deterministic, "peak_tflops": peak,
         "weight_gradient_fusion": plan.weight_gradient_fusion, "sequence_parallel": settings.sequence_parallel,
+        "te_fp8": plan.te_fp8,
     }  # fmt: skip
     medians = {name: statistics.median(variant.step_ms) for name, variant in found.variants.items()}
     losses = {name: per_byte(torch.stack(variant.totals)) for name, variant in found.variants.items()}
@@ -116,6 +117,7 @@ def write(plan: Plan, rows: list[Row], world: World) -> str:
     if any(row["variant"].startswith("te") for row in rows):
         notes.append(
             "TransformerEngine's modules: Megatron-Core takes TransformerEngine's Adam for all variants of this run"
+            + f"; fp8: {plan.te_fp8}"
         )
     if world.rank == 0:
         hardware = output.hardware(world.device, world.size)

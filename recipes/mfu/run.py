@@ -38,12 +38,14 @@ EXPOSED_BURST = 3
 class Variant:
     """A variant in training. Times are milliseconds, the slowest rank's; `data`: all micro-batches, on the device."""
 
-    def __init__(self, name: str, settings: Settings, config: OverlapConfig | None, data: Sequence[Batch]) -> None:
+    def __init__(
+        self, name: str, plan: Plan, settings: Settings, config: OverlapConfig | None, data: Sequence[Batch]
+    ) -> None:  # fmt: skip
         if is_graph(name) and data[0]["tokens"].device.type != "cuda":
             raise RecipeError(f"--variants {name} needs CUDA devices")
         settings = replace(settings, cuda_graph=int(is_graph(name)))
         self.data = data
-        build = partial(transformer_engine.build, name) if name.startswith("te") else build_model
+        build = partial(transformer_engine.build, name, plan.te_fp8) if name.startswith("te") else build_model
         self.trainer = Trainer(settings, build(settings, config, data[0]["tokens"].device))
         self.totals: list[torch.Tensor] = []  # (Σ nats, Σ bytes) of each step
         self.step_ms: list[float] = []  # of each round
@@ -80,7 +82,7 @@ class Comparison:
         self.variants: dict[str, Variant] = {}
         for name in plan.variants:
             say(f" {settings.model}: building {name}")
-            self.variants[name] = variant = Variant(name, settings, config_of(name, overlap), data)
+            self.variants[name] = variant = Variant(name, plan, settings, config_of(name, overlap), data)
             for _ in range(WARM_UP_STEPS):  # kernels compile, and the optimizer's state is made
                 variant.step()
             overlap_train.check()
@@ -130,7 +132,7 @@ class Comparison:
 def config_of(name: str, overlap: OverlapConfig) -> OverlapConfig | None:
     """The settings of a variant's overlapped linears; None: it has none."""
     variant = name.removesuffix("_graph")
-    if variant in ("megatron", "te", *USERBUFFERS):
+    if variant in ("megatron", "te", "te_again", *USERBUFFERS):
         return None
     if variant == "overlap_fp8":
         return replace(overlap, fp8="tensorwise")

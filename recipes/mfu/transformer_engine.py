@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
@@ -18,16 +19,21 @@ from overlap_train import OverlapConfig
 BASE = "transformer_engine.pytorch.module.base"
 
 
-def build(name: str, settings: Settings, overlap: OverlapConfig | None, device: torch.device) -> GPTModel:
-    """The model of a variant; collective. Raises RecipeError without TransformerEngine."""
+def build(
+    name: str, fp8: str, settings: Settings, overlap: OverlapConfig | None, device: torch.device
+) -> GPTModel:  # fmt: skip
+    """The model of a variant; collective. fp8: TransformerEngine's recipe, or "off". Raises RecipeError without
+    TransformerEngine."""
     if not HAVE_TE:
         raise RecipeError(f"--variants {name}: TransformerEngine is not installed; leave this variant out")
     is_ring = name == "te_userbuffers_ring"
-    own = {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": is_ring} if name in USERBUFFERS else {}
+    own: dict[str, Any] = {} if fp8 == "off" else {"fp8": "e4m3" if fp8 == "blockwise" else "hybrid", "fp8_recipe": fp8}
+    if name in USERBUFFERS:
+        own |= {"tp_comm_overlap": True, "tp_comm_overlap_rs_dgrad": is_ring}
     spec = get_gpt_decoder_block_spec
     model = build_model(settings, overlap, device, lambda config: spec(config, use_transformer_engine=True), own)
     if name in USERBUFFERS:
-        _name_userbuffers(model, settings, is_ring)
+        _name_userbuffers(model, settings, is_ring, fp8 != "off")
     return model
 
 
@@ -37,7 +43,7 @@ def release() -> None:
         importlib.import_module(BASE).destroy_ub()
 
 
-def _name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> None:
+def _name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool, in_fp8: bool) -> None:
     """Let a model's linears take TransformerEngine's communication buffers, made as Megatron-LM makes them (--tp-comm-overlap).
 
     Needs TransformerEngine 2.7 or newer. A process can have one set, which has a communicator for each product of a transformer,
@@ -50,7 +56,7 @@ def _name_userbuffers(model: GPTModel, settings: Settings, is_ring: bool) -> Non
         base.initialize_ub(
             shape=[settings.seq_length * settings.micro_batch_size, settings.hidden_size],
             tp_size=settings.tp,
-            quantization_modes=[base.UserBufferQuantizationMode.NONE],
+            quantization_modes=[getattr(base.UserBufferQuantizationMode, "FP8" if in_fp8 else "NONE")],
             ub_cfgs={"qkv_dgrad": dict(ring), "proj_fprop": dict(ring)},
             bootstrap_backend="nccl",
         )

@@ -13,7 +13,7 @@ from tests.megatron import te_stand_in
 from tests.processes import run_ranks, values
 from tests.recipes.recipe_runs import joined
 
-VARIANTS = ("megatron", "te", "te_userbuffers", "te_userbuffers_ring", "te_overlap")
+VARIANTS = ("megatron", "te", "te_again", "te_userbuffers", "te_userbuffers_ring", "te_overlap")
 LINE = f"--model small --layers 1 --seq-length 32 --steps 1 --round-steps 1 --variants {','.join(VARIANTS)}"
 
 

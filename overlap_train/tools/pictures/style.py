@@ -33,6 +33,7 @@ LOOKS = {
     "te": Look("TransformerEngine", "#AA4466"),
     "te_userbuffers": Look("TE userbuffers", "#DDCC77"),
     "te_userbuffers_ring": Look("TE userbuffers, ring", "#661100"),
+    "te_again": Look("TransformerEngine, again", "#332288"),
     "te_overlap": Look("overlap_train on TE", "#44AA99"),
     "collective": Look("collective", "#882255"),
     "chunked": Look("chunked", "#CC79A7"),
