@@ -56,10 +56,10 @@ case $MODEL in
   *) echo "no such model: $MODEL" && exit 2 ;;
 esac
 
-# distance LOSSES LOSSES: root mean square of their differences in the second half
+# distance LOSSES LOSSES: root mean square of their differences in the second half of the steps that both have
 distance() {
-  paste "$1" "$2" | awk '{d[NR] = ($1 - $2) ^ 2}
-    END {for (i = NR; i > NR / 2; i--) {sum += d[i]; n++}; if (n) printf "%.2g", sqrt(sum / n)}'
+  paste "$1" "$2" | awk 'NF == 2 {d[++last] = ($1 - $2) ^ 2}
+    END {for (i = last; i > last / 2; i--) {sum += d[i]; n++}; if (n) printf "%.2g", sqrt(sum / n)}'
 }
 
 # train NAME SEQUENCE LAYERS SAMPLES ARGUMENTS...
