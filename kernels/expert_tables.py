@@ -1,7 +1,7 @@
 """Which of a rank's tokens go where, and what the kernels of experts are told of one call's rows (ops/expert_tables.py says what
 each table has). The GPU works it out while the host waits for the number of rows that it has to make room for.
 
-chosen [T, E]     1 for each expert of each of this rank's tokens, else 0
+chosen [T, E]     not 0 for each expert of each of this rank's tokens
 counts [W, E]     rows by rank and expert; rank r has experts r E/W to (r+1) E/W
 """
 
@@ -22,12 +22,11 @@ AT_ONCE = tl.constexpr(32)  # pairs or pieces that a program works out at once
 
 @triton.jit
 def _chosen_by(chosen_ptr, first, tokens, experts, COUNT: tl.constexpr, BLOCK_E: tl.constexpr):
-    """chosen int32 [COUNT, BLOCK_E] of the tokens from `first` on."""
+    """int32 [COUNT, BLOCK_E], 1 where it is chosen, of the tokens from `first` on."""
     token, expert = first + tl.arange(0, COUNT), tl.arange(0, BLOCK_E)
     inside = (token < tokens)[:, None] & (expert < experts)[None, :]
-    return tl.load(chosen_ptr + token.to(tl.int64)[:, None] * experts + expert[None, :], mask=inside, other=0).to(
-        tl.int32
-    )
+    chosen = tl.load(chosen_ptr + token.to(tl.int64)[:, None] * experts + expert[None, :], mask=inside, other=0)
+    return (chosen != 0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["tokens", "experts"])
@@ -41,9 +40,9 @@ def count_rows_kernel(chosen_ptr, of_blocks_ptr, tokens, experts, BLOCK_T: tl.co
 @triton.jit(do_not_specialize=["tokens", "experts", "blocks", "most"])
 def place_rows_kernel(chosen_ptr, of_blocks_ptr, tokens_ptr, places_ptr, by_token_ptr, ends_ptr, blocks, tokens, experts, most,
                       BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PART_T: tl.constexpr):  # fmt: skip
-    """Of each row in sent order, which is by expert, then token, its token, and its place in chosen, 0 beyond the last row, each
-    [most]. by_token [most]: rows by token, then expert; ends [T + 1]: where each token's begin there, and the last one's end. A
-    program for each block of tokens, which takes PART_T at once."""
+    """Of each row in sent order, which is by expert, then token, its token, and its place in chosen: [most] each. by_token
+    [most]: rows by token, then expert; ends [T + 1]: where each token's begin there, and the last one's end. A program for each
+    block of tokens, which takes PART_T at once."""
     block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
     before, total = tl.zeros((BLOCK_E,), tl.int32), tl.zeros((BLOCK_E,), tl.int32)
     for start in range(0, blocks, PART_T):
@@ -70,9 +69,6 @@ def place_rows_kernel(chosen_ptr, of_blocks_ptr, tokens_ptr, places_ptr, by_toke
         before += tl.sum(chosen, 0)
     if block == 0:
         tl.store(ends_ptr, tl.zeros((), tl.int64))
-    number = tl.arange(0, BLOCK_T)
-    for start in range(tl.sum(total, 0) + block * BLOCK_T, most, blocks * BLOCK_T):
-        tl.store(places_ptr + start + number, tl.zeros((BLOCK_T,), tl.int64), mask=start + number < most)
 
 
 @triton.jit
@@ -123,7 +119,7 @@ def _pairs_at(slots, rows, counts_ptr, rank, world, here, BLOCK_M: tl.constexpr)
 
 @triton.jit
 def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, world, here, WORLD_2: tl.constexpr,
-                HERE_2: tl.constexpr, BLOCK_M: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+                HERE_2: tl.constexpr, BLOCK_M: tl.constexpr, LEAST: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     rows = tl.sum(_rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2), 1)
     count, total = tl.sum(tl.cdiv(rows, BLOCK_M), 0), tl.sum(rows, 0)
     for first_slot in range(program * AT_ONCE, count, programs * AT_ONCE):
@@ -146,7 +142,7 @@ def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, world,
         tl.store(to_ptr + 3, chunk, mask=inside)
     if program == 0:
         tl.store(pairs_ptr, count)
-        tl.store(pairs_ptr + 1, tl.maximum(total, BLOCK_M // 2))
+        tl.store(pairs_ptr + 1, tl.maximum(total, LEAST))
         tl.store(pairs_ptr + 2, world)
 
 
@@ -234,12 +230,14 @@ def _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, world, h
 @triton.jit(do_not_specialize=["most_pairs", "most_pieces", "rank", "world", "here"])
 def expert_tables_kernel(counts_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, ends_ptr, most_pairs, most_pieces, rank,
                          world, here, WORLD_2: tl.constexpr, HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr,
-                         BLOCK_M: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+                         BLOCK_M: tl.constexpr, LEAST: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
     """The tables of `rank`, `here` experts of each of `world` ranks. *_2: a power of two that is as large. most_*: as many as
-    there is room for. LONG: see ops/expert_tables.py. The last program fills what is small; others some pairs, or some pieces."""
+    there is room for. LEAST, LONG: see ops/expert_tables.py. The last program fills what is small; others some pairs, or some
+    pieces."""
     program, half = tl.program_id(0), (tl.num_programs(0) - 1) // 2
     if program < half:
-        _fill_pairs(pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M, LONG)
+        _fill_pairs(pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M, LEAST,
+                    LONG)  # fmt: skip
     elif program < 2 * half:
         _fill_pieces(pieces_ptr, peers_ptr, most_pieces, counts_ptr, rank, program - half, half, world, here, WORLD_2,
                      EXPERTS_2)  # fmt: skip

@@ -1,7 +1,8 @@
 """AllToAll + grouped GEMM for Hopper: ranks store their tokens' rows where the experts' ranks multiply them.
 
     x [T, K]        of this rank's tokens
-    rows [R, K]     of this rank's slot, in placed order: every rank stores its own rows there, by expert, then source
+    rows [R, K]     of this rank's slot, in placed order: every rank stores its own rows there, by expert, then source. In fp8
+                    packed rows (ops/blocks.py), `pitch` bytes each
     y [R, N]      = rows @ (b of their expert)
 
 Two warps of each CTA take rows straight from x, by the router's map, and store them at their places. They go in pieces, chunk by
@@ -31,6 +32,7 @@ from .hopper_experts import (
     take_quarter,
     tile_of_experts,
 )
+from .hopper_scaled import UNSCALED
 from .hopper_stores import make_outbox_of
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_rings, next_tile
 from .signal import MAX_CHUNKS, claim, finalize_epoch, next_word, notify_peer, signal_word, wait_signal
@@ -91,7 +93,9 @@ def _store(tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M: gl.constexpr, BLOCK_N: g
 
 
 @gluon.jit
-def _send(x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, k, STEP: gl.constexpr):
+def _send(
+    x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, pitch, STEP: gl.constexpr
+):
     """SENDERS warps: store this rank's rows, and their numbers, at the ranks of their experts."""
     sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = at_peers
     _, _, epoch_ptr, _, _, tag, _ = words
@@ -109,14 +113,14 @@ def _send(x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_
         slot = gl.load(memory_at_ptr + target)
         slot_ptr = gl.multiple_of(slot.to(x_ptr.dtype), 16)
         for row in range(count):
-            from_ptr = x_ptr + gl.load(tokens_ptr + first + row) * k
-            to_ptr = slot_ptr + (place + row).to(gl.int64) * k
-            for start in range(0, k, STEP):
+            from_ptr = x_ptr + gl.load(tokens_ptr + first + row) * pitch
+            to_ptr = slot_ptr + (place + row).to(gl.int64) * pitch
+            for start in range(0, pitch, STEP):
                 cols = start + lane
-                gl.store(to_ptr + cols, gl.load(from_ptr + cols, mask=cols < k), mask=cols < k)
+                gl.store(to_ptr + cols, gl.load(from_ptr + cols, mask=cols < pitch), mask=cols < pitch)
         if numbers_ptr is not None:
             received = gl.load(peers_ptr + target * PEER_WORDS)
-            numbers = (slot + received.to(gl.int64) * k * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)).to(
+            numbers = (slot + received.to(gl.int64) * pitch * (x_ptr.dtype.element_ty.primitive_bitwidth // 8)).to(
                 numbers_ptr.dtype
             )
             rows = gl.arange(0, PIECE, gl.BlockedLayout([1], [32], [SENDERS], [0]))
@@ -133,27 +137,28 @@ def _send(x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_
 )
 def hopper_dispatch_gemm_kernel(
     x_ptr, tokens_ptr, places_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, n, k,
-    counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
+    pitch, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
     memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, REVERSED: gl.constexpr,
-    num_warps: gl.constexpr,
+    num_warps: gl.constexpr, b_half_desc=None, a_scale_ptr=None, b_scale_ptr=None, SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
-    """x [T, K], row tokens[i] of it in sent order, its number numbers[places[i]]; rows [*, K] of the slot; b of all experts,
+    """x [T, pitch], row tokens[i] of it in sent order, its number numbers[places[i]]; rows [*, K] of the slot; b of all experts,
     [E/W x N, K] or, without B_IS_NK, [E/W x K, N], K a multiple of BLOCK_K then; y [R, N]. numbers: fp32, or None. STEP: elements
     that a CTA has in flight."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(rows_desc, b_desc, STAGES, READERS=PARTS + 1)
+    scales = (a_scale_ptr, pitch // 4, b_scale_ptr)
     outbox = make_outbox_of(y_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)
     words = (counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
     at_peers = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     gl.warp_specialize([
-        (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                            STAGES, B_IS_NK)),
-        (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                            STAGES, B_IS_NK)),
+        (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N,
+                            BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N,
+                            BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K,
                  GROUP_M, STAGES, B_IS_NK, REVERSED)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
-        (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, k, STEP)),
+        (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, pitch, STEP)),
     ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip
     finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -1,7 +1,7 @@
 """Grouped products for Hopper: which rows, of which expert, a tile has, and how finished rows leave.
 
 A rank's R rows lie in placed order (ops/routing.py): by expert, then source rank. They are cut into pairs of strips, of BLOCK_M
-rows of one expert each, the last one of an expert with fewer. Tables that the host makes from the matrix of counts say where
+rows of one expert each, the last one of an expert with fewer. Tables made from the matrix of counts say where
 (ops/expert_tables.py).
 
 Tiles go through the pairs in order, in groups that share columns. STORERS warps take quarters out of the outbox
@@ -14,8 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language import debug_barrier
 
 from . import signal_words as words
-from .hopper_stores import put_quarter, split_tile
-from .hopper_tiles import NO_TILE, PARTS, WARPS, load_tile, multiply_tile, next_tile, pass_tile
+from .hopper_scaled import BLOCK, BLOCKS, no_whole_product, scales_of_strip, whole_product
+from .hopper_stores import put_quarter
+from .hopper_tiles import NO_TILE, PARTS, WARPS, load_tile, next_tile
 from .tiles import tile_in_groups
 
 PAIR_WORDS = gl.constexpr(words.PAIR_WORDS)
@@ -67,22 +68,30 @@ def load_strips(panels, step, desc, b_desc, pairs_ptr, expert, first, tile_n, n,
 
 
 @gluon.jit
-def multiply_experts(panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, PART: gl.constexpr, BLOCK_M: gl.constexpr,
-                     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-                     B_IS_NK: gl.constexpr):  # fmt: skip
-    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox."""
+def multiply_experts(panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, PART: gl.constexpr,
+                     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+                     STAGES: gl.constexpr, B_IS_NK: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
+    """A multiplying group: multiplies strip PART of each tile that the loading warp hands over, and puts it into the outbox.
+    scales: with BLOCKS those behind the rows of a, elements from row to row, and those of all experts' B."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     k_steps = gl.cdiv(k, BLOCK_K)
     step = 0
     turn = 0
     index = next_tile(tiles, turn, WARPS)
     while index != NO_TILE:
-        _, first, end, _, _ = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
-        if first + PART * ROWS < end:
-            acc, step = multiply_tile(panels, step, b_desc, k_steps, PART, ROWS, BLOCK_N, STAGES, B_IS_NK)
+        expert, first, end, _, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
+        by = 1.0
+        if SCALING == BLOCKS:
+            a_ptr, a_row, b_ptr = scales
+            b_ptr += expert * (n // BLOCK) * (gl.cdiv(k, 4 * BLOCK) * 4)
+            row = strip_at(first, pairs_ptr, PART, ROWS)
+            by = scales_of_strip(a_ptr, a_row, 1, b_ptr, row, ROWS, tile_n * BLOCK_N, n, k)
+        # In fp8 a strip without rows is multiplied, too, as in hopper_gemm_reduce_scatter.py.
+        if SCALING == BLOCKS or first + PART * ROWS < end:
+            left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, by, PART, ROWS, BLOCK_N, STAGES,
+                                              B_IS_NK, SCALING)  # fmt: skip
         else:
-            acc, step = pass_tile(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
-        left, right = split_tile(acc, ROWS, BLOCK_N)
+            left, right, step = no_whole_product(panels, step, k_steps, ROWS, BLOCK_N, STAGES)
         if gl.load(abort_ptr, volatile=True) != 0:
             left, right = left + float("nan"), right + float("nan")
         put_quarter(outbox, turn, left, PART, 0, BUFFERS=1)

@@ -27,6 +27,7 @@ from .hopper_experts import (
     take_quarter,
     tile_of_experts,
 )
+from .hopper_scaled import UNSCALED
 from .hopper_stores import make_outbox_of
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, make_rings, next_tile
 from .signal import finalize_epoch, next_word, notify_peer, signal_word
@@ -112,25 +113,28 @@ def _send(tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_p
 
 @gluon.jit(do_not_specialize=["tag"])
 def hopper_gemm_combine_kernel(
-    a_desc, a_ptr, numbers_ptr, b_desc, pairs_ptr, segments_ptr, peers_ptr, n, k, abort_ptr, counter_ptr, epoch_ptr, tag,
-    complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, REVERSED: gl.constexpr,
-    num_warps: gl.constexpr,
+    a_desc, like_ptr, numbers_ptr, b_desc, pairs_ptr, segments_ptr, peers_ptr, n, k, pitch, abort_ptr, counter_ptr, epoch_ptr,
+    tag, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
+    REVERSED: gl.constexpr, num_warps: gl.constexpr, b_half_desc=None, a_scale_ptr=None, b_scale_ptr=None,
+    SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
     """a [max(R, BLOCK_M / PARTS), K] and b of all experts, [E/W x N, K] or, without B_IS_NK, [E/W x K, N], K a multiple of
-    BLOCK_K then. numbers: fp32 [R], or None. a_ptr: a again, whose dtype the slots have."""
+    BLOCK_K then. numbers: fp32 [R], or None. like_ptr: a slot, for its dtype. In fp8 a is packed rows
+    (ops/blocks.py), `pitch` bytes each."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
-    outbox = make_outbox_of(a_desc.dtype, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)
+    scales = (a_scale_ptr, pitch // 4, b_scale_ptr)
+    outbox = make_outbox_of(like_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)
     places = (complete_ptr, memory_at_ptr, outgoing_at_ptr)
     gl.warp_specialize([
-        (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                            STAGES, B_IS_NK)),
-        (multiply_experts, (panels, tiles, outbox, b_desc, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
-                            STAGES, B_IS_NK)),
+        (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N,
+                            BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
+        (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N,
+                            BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (_load, (panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
                  B_IS_NK, REVERSED)),
-        (_send, (tiles, outbox, a_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_ptr, places, epoch_ptr, tag, n, WORLD,
+        (_send, (tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_ptr, places, epoch_ptr, tag, n, WORLD,
                  BLOCK_M, BLOCK_N, GROUP_M)),
     ], [WARPS, 1, STORERS], [232, 40, 40])  # fmt: skip
     finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

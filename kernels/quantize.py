@@ -130,10 +130,11 @@ def quantize_pieces_kernel(
 
 @triton.jit
 def quantize_squares_kernel(
-    x_ptr, by_rows_ptr, by_columns_ptr, scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, by_rows_ptr, by_columns_ptr, scales_ptr, m, k, stride, height, MOST: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K] -> rows [M, K] and columns [K, M], with a scale for each square: inverse scales [M/BLOCK, stride]."""
+    """x [M, K], matrices of `height` rows one below the other -> rows [M, K], and columns [K, height] of each of them, with a
+    scale for each square: inverse scales [M/BLOCK, stride]."""
     tile_m, tile_k = tl.program_id(0) // (k // BLOCK), tl.program_id(0) % (k // BLOCK)
     row = tile_m * BLOCK + tl.arange(0, BLOCK)[:, None].to(tl.int64)
     col = tile_k * BLOCK + tl.arange(0, BLOCK)[None, :].to(tl.int64)
@@ -143,5 +144,35 @@ def quantize_squares_kernel(
     if ROWS:
         tl.store(by_rows_ptr + row * k + col, x8)
     if COLUMNS:
-        tl.store(by_columns_ptr + col * m + row, x8)
+        tl.store(by_columns_ptr + row // height * height * k + col * height + row % height, x8)
     tl.store(scales_ptr + tile_m * stride + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
+
+
+@triton.jit(do_not_specialize=["m"])
+def pack_rows_kernel(
+    x_ptr, by_rows_ptr, scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x [M, K] -> packed rows, as quantize_pieces_kernel has them, of any number of rows."""
+    pieces = k // BLOCK
+    for tile in range(tl.program_id(0), tl.cdiv(m, ROWS) * pieces, tl.num_programs(0)):
+        row = tile // pieces * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        col = tile % pieces * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row[:, None] * k + col[None, :], mask=(row < m)[:, None], other=0.0).to(tl.float32)
+        scale = scale_of_block(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), MOST)
+        tl.store(
+            by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST), mask=(row < m)[:, None]
+        )
+        tl.store(scales_ptr + row * (stride // 4) + tile % pieces, tl.div_rn(1.0 + 0.0 * scale, scale), mask=row < m)
+
+
+@triton.jit(do_not_specialize=["m"])
+def unpack_rows_kernel(by_rows_ptr, scales_ptr, x_ptr, m, k, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """What packed rows stand for: x [M, K], exactly in bf16, since scales are powers of two."""
+    pieces = k // BLOCK
+    for tile in range(tl.program_id(0), tl.cdiv(m, ROWS) * pieces, tl.num_programs(0)):
+        row = tile // pieces * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        col = tile % pieces * BLOCK + tl.arange(0, BLOCK)
+        inside = (row < m)[:, None]
+        x = tl.load(by_rows_ptr + row[:, None] * stride + col[None, :], mask=inside).to(tl.float32)
+        x *= tl.load(scales_ptr + row * (stride // 4) + tile % pieces, mask=row < m)[:, None]
+        tl.store(x_ptr + row[:, None] * k + col[None, :], x.to(x_ptr.dtype.element_ty), mask=inside)

@@ -11,6 +11,7 @@ then source rank, then token (ops/routing.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -21,9 +22,10 @@ from .config import OverlapConfig
 from .group.domain import profiled
 from .group.registry import domain_of
 from .linear import applied, once_differentiable, run_eagerly
+from .ops.blocks import packed_rows, unpacked_rows
 from .ops.expert_tables import count_rows
 from .ops.experts import ExpertCall, routing_op
-from .ops.grouped import GroupedProduct
+from .ops.grouped import BlockProduct, GroupedProduct
 from .ops.grouped_wgrad import add_grouped
 from .ops.plan_cache import OnPlan
 from .ops.planned import PlannedOp
@@ -51,7 +53,8 @@ def expert_routing(
 
     Raises:
         ValueError: experts is something else, or E cannot be divided by W; on all ranks at a first call.
-        OverlapTimeoutError, OverlapMismatchError: a rank did not come, or is in another call.
+        OverlapTimeoutError, OverlapMismatchError: a rank did not come, or is in another call. On GPUs the first operator raises
+            these, or what first reads a number of rows.
         RuntimeError: a CUDA graph is being captured.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -61,7 +64,7 @@ def expert_routing(
         raise RuntimeError(
             f"{name}: a CUDA graph is being captured, and the host has to wait for how many rows there are; leave experts out"
         )
-    op = routing_op(experts, domain, config, name)
+    op, experts = routing_op(experts, domain, config, name), experts.contiguous()
     with op.forward, torch.no_grad():
         of_blocks = count_rows(domain.launches, experts) if experts.is_cuda else None
         counts = (experts if of_blocks is None else of_blocks).sum(0, dtype=torch.int32)
@@ -93,7 +96,8 @@ def dispatch_linear(
         routing: of this forward pass, the same in `linear_combine`.
         config, name, on_plan: see all_gather_linear. Methods are fused (Hopper; 16 bits, N and K multiples of 64, up to 8 ranks),
             chunked and collective; others, and what fused does not serve, run as chunked. What slots do not hold
-            (config.experts_room) runs as collective on all ranks.
+            (config.experts_room) runs as collective on all ranks. fp8 is "off" or "blockwise": rows travel in one byte an
+            element, weights have multiples of 128 features, and weight gradients are products in the dtype of x.
 
     Returns:
         (y, p). Where each weight of a list has `main_grad`, backward adds its dw there (config.main_grad).
@@ -151,8 +155,8 @@ class _DispatchLinear(torch.autograd.Function):
         numbers = None if probs is None else probs.float().contiguous()
         op = call.op()  # the GPU stands still from here until its first kernel
         with op.forward:
-            gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, x, numbers, op.keeps)
-            y = gather.matmul(GroupedProduct(weights, True, weights[0]))
+            gather = op.plan.fprop.start(op.domain, op.tags.fprop, routing, _left(op, x), numbers, op.keeps)
+            y = gather.matmul(_product(op, weights, True, weights[0]))
         ctx.op, ctx.routing, ctx.weights = op, routing, weights  # weights: for what they carry, as in linear.py
         ctx.of_probs = None if probs is None else (probs.shape, probs.dtype)
         ctx.save_for_backward(gather.rows if op.keeps else None, *weights)
@@ -168,9 +172,9 @@ class _DispatchLinear(torch.autograd.Function):
         numbers = of_rows.float().contiguous() if wants_dprobs and of_rows is not None else None
         with op.backward[wants_dx or wants_dprobs, any(wants_dws)]:
             if wants_dx or wants_dprobs:
-                product = GroupedProduct(weights, False, ctx.weights[0])
-                combine = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dy, product, numbers)
-            dws = _weight_gradients(ctx, op, dy, rows)
+                product = _product(op, weights, False, ctx.weights[0])
+                combine = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, _left(op, dy), product, numbers)
+            dws = _weight_gradients(ctx, op, dy, _values(op, rows, weights[0].shape[1], dy.dtype))
             if combine is not None:
                 dx = combine.finish()
         if numbers is not None and combine is not None:
@@ -186,8 +190,8 @@ class _LinearCombine(torch.autograd.Function):
         *weights, call, routing = others
         a, op = a.contiguous(), call.op()
         with op.forward:
-            product = GroupedProduct(weights, True, weights[0])
-            z: torch.Tensor = op.plan.fprop.start(op.domain, op.tags.fprop, routing, a, product).finish()
+            product = _product(op, weights, True, weights[0])
+            z: torch.Tensor = op.plan.fprop.start(op.domain, op.tags.fprop, routing, _left(op, a), product).finish()
         ctx.op, ctx.routing, ctx.weights = op, routing, weights
         ctx.save_for_backward(a if op.keeps else None, *weights)
         return z
@@ -198,15 +202,39 @@ class _LinearCombine(torch.autograd.Function):
         op, routing, (a, *weights) = ctx.op, ctx.routing, ctx.saved_tensors
         wants_da, *wants_dws = ctx.needs_input_grad[: 1 + len(weights)]
         with op.backward[True, any(wants_dws)]:  # the peers want dz, whatever this rank does
-            gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, dz.contiguous(), None, any(wants_dws))
-            da = gather.matmul(GroupedProduct(weights, False, ctx.weights[0]), wants_da)
-            dws = _weight_gradients(ctx, op, gather.rows, a)
+            sent = _left(op, dz.contiguous())
+            gather = op.plan.dgrad.start(op.domain, op.tags.dgrad, routing, sent, None, any(wants_dws))
+            da = gather.matmul(_product(op, weights, False, ctx.weights[0]), wants_da)
+            dws = _weight_gradients(ctx, op, _values(op, gather.rows, weights[0].shape[0], dz.dtype), a)
         return da, *dws, None, None
 
 
-def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor | None) -> list[torch.Tensor | None]:
+def _product(
+    op: PlannedOp, weights: Sequence[torch.Tensor], transposed: bool, first: torch.Tensor
+) -> GroupedProduct | BlockProduct:
+    """first: weights[0] as the caller has it."""
+    if op.plan.config.fp8 == "off":
+        return GroupedProduct(weights, transposed, first)
+    return BlockProduct(op.domain, weights, transposed, first)
+
+
+def _left(op: PlannedOp, rows: torch.Tensor) -> torch.Tensor:
+    """The left operand of a product, as it is sent or multiplied."""
+    return rows if op.plan.config.fp8 == "off" else packed_rows(op.domain, rows)
+
+
+def _values(op: PlannedOp, rows: torch.Tensor | None, features: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """What rows that have arrived stand for."""
+    if rows is None or op.plan.config.fp8 == "off":
+        return rows
+    return unpacked_rows(op.domain, rows, features, dtype)
+
+
+def _weight_gradients(
+    ctx: Any, op: PlannedOp, dy: torch.Tensor | None, x: torch.Tensor | None
+) -> list[torch.Tensor | None]:
     """dy.T @ x of each expert's rows, both in placed order; None where it is not wanted, or in main_grad."""
-    if x is None:
+    if x is None or dy is None:
         return [None] * len(ctx.weights)
     places, wanted = ctx.routing.all_places, ctx.needs_input_grad[1:]
     edges = SimpleNamespace(
@@ -221,8 +249,7 @@ def _weight_gradients(ctx: Any, op: PlannedOp, dy: torch.Tensor, x: torch.Tensor
             for gradient, first, count in zip(gradients, places.starts, places.counts, strict=True):
                 if gradient is not None:
                     gradient.add(dy[first : first + count], x[first : first + count])
-    first = ctx.weights[0]
-    placeholder = torch.empty_like(first) if hasattr(first, "main_grad") else None
+    placeholder = cache(lambda: torch.empty_like(ctx.weights[0]))
     return [None if gradient is None else gradient.result(placeholder) for gradient in gradients]
 
 

@@ -27,6 +27,7 @@ from overlap_train.group.registry import domain_of
 from overlap_train.integrations.megatron.conditions import attribute, broken_rule
 from overlap_train.integrations.megatron.linears import LinearOverlap, Model, chunks_of, derived
 from overlap_train.integrations.megatron.weight_copies import renew_stack
+from overlap_train.ops.blocks import BLOCK
 from overlap_train.ops.experts import OVERFLOWS
 from overlap_train.ops.plan import Plan
 from overlap_train.ops.spec import other_autocast
@@ -69,10 +70,14 @@ class ExpertOverlap(LinearOverlap):
         self.count(overflow)
 
     def config_of_call(self, experts: Any) -> OverlapConfig:
-        """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion."""
+        """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion. Of fp8
+        experts have that with scales of blocks, if these divide their weights."""
         linear = linears_of(experts, "linear_fc1")[0]
         fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
-        return self._configs[bool(fused), "off"]
+        in_fp8 = self.config.fp8 == "blockwise" and not any(
+            size % BLOCK for part in _PARTS for size in weights_of(experts, part)[0].shape
+        )
+        return self._configs[bool(fused), "blockwise" if in_fp8 else "off"]
 
 
 class _OverlappedExperts:

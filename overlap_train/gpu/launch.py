@@ -158,7 +158,7 @@ class Launch:
 
     arguments: tensors, numbers and tensor descriptors by name. constants: constexprs and launch options.
     replaced: for each value that changes from launch to launch, the names of the arguments that take it. Such a value is the
-        address of a tensor or of a tensor descriptor, or a 64-bit integer.
+        address of a tensor or of a tensor descriptor, or an integer, which has 64 bits of its own.
     """
 
     kernel: Any

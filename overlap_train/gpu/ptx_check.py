@@ -85,6 +85,8 @@ PROOFS: dict[str, _Proofs] = {
     "quantize_kernel": (),
     "quantize_pieces_kernel": (),
     "quantize_squares_kernel": (),
+    "pack_rows_kernel": (),
+    "unpack_rows_kernel": (),
     "transpose_kernel": (),
     "hopper_grouped_wgrad_kernel": (),
 }

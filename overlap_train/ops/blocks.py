@@ -27,6 +27,8 @@ from .quantize import FORWARD, Quantized, transposed, turned_scales
 
 BLOCK = 128
 _MOST = 448.0
+_ROWS = 32  # that a program packs at once
+_PROGRAMS = 1024  # several for each SM, whatever there is to pack
 _WARPS = 16  # of a kernel whose program has 128 x 128 numbers in registers
 _PIECES = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_scales_ptr")
 _SQUARES = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr")
@@ -88,20 +90,56 @@ def write_pieces(
     _run(domain, "quantize_pieces_kernel", tensors, stride, told)
 
 
-def squares(domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool) -> Quantized:
-    """w [N, K] in squares, by rows, by columns or both."""
+def packed_rows(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
+    """x [M, K], any number of rows, in packed rows: bytes, since what moves them knows no fp8."""
+    packed = new_packed(x)
+    if domain.on_gpu:
+        _run_by_rows(domain, "pack_rows_kernel", x.contiguous(), packed)
+    else:
+        _write_by_torch(x, packed, None)
+    return packed.view(torch.uint8)
+
+
+def unpacked_rows(domain: OverlapDomain, packed: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
+    """What packed rows, bytes [M, *], stand for: [M, K], exactly in bf16, since scales are powers of two."""
+    packed = packed.view(FORWARD)
+    if not domain.on_gpu:
+        return times(packed[:, :features], tails(packed, features)).to(dtype)
+    x = packed.new_empty(len(packed), features, dtype=dtype)
+    _run_by_rows(domain, "unpack_rows_kernel", x, packed)
+    return x
+
+
+def squares_of_each(domain: OverlapDomain, stack: torch.Tensor, columns: bool) -> Quantized:
+    """Weights [E, N, K] in squares, by rows [E x N, K] and, with `columns`, by columns [E x K, N], each expert's below the one
+    before, and so are inverse scales."""
+    experts, n, k = stack.shape
+    made = squares(domain, stack.flatten(0, 1), True, columns, n)
+    if not columns:
+        return made
+    turned = made.inverse.new_zeros(experts, k // BLOCK, -(-n // (4 * BLOCK)) * 4)
+    turned[..., : n // BLOCK] = made.inverse[:, : k // BLOCK].view(experts, -1, k // BLOCK).mT
+    return made._replace(inverse_of_columns=turned.flatten(0, 1))
+
+
+def squares(
+    domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool, height: int | None = None
+) -> Quantized:  # fmt: skip
+    """w [N, K] in squares, by rows, by columns or both. height: of each of the matrices that lie in w one below the other, which
+    are turned each by itself, without their scales."""
     n, k = w.shape
     inverse = w.new_zeros(n // BLOCK, -(-k // (4 * BLOCK)) * 4, dtype=torch.float32)
     if domain.on_gpu:
         by_rows = w.new_empty(n, k, dtype=FORWARD) if rows else inverse
-        by_columns = w.new_empty(k, n, dtype=FORWARD) if columns else inverse
+        by_columns = w.new_empty(n * k // (height or n), height or n, dtype=FORWARD) if columns else inverse
         tensors = dict(zip(_SQUARES, (w.contiguous(), by_rows, by_columns, inverse), strict=True))
-        _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), dict(ROWS=rows, COLUMNS=columns))
+        told = dict(ROWS=rows, COLUMNS=columns)
+        _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), told, dict(height=height or n))
     else:
         by_rows, of_squares = _by_torch(w, BLOCK)
         inverse[:, : k // BLOCK] = of_squares
-        by_columns = by_rows.t().contiguous() if columns else by_rows
-    turned = turned_scales(inverse, n, k) if columns else None
+        by_columns = by_rows.view(-1, height or n, k).mT.flatten(0, 1) if columns else by_rows
+    turned = turned_scales(inverse, n, k) if columns and height is None else None
     return Quantized(by_rows if rows else None, by_columns if columns else None, inverse, turned)
 
 
@@ -143,18 +181,44 @@ def _write_by_torch(x: torch.Tensor, rows: torch.Tensor | Pieces | None, columns
 
 
 def _run(
-    domain: OverlapDomain, kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool]
-) -> None:
-    """Launch a kernel of kernels/quantize.py that has a program for each square of tensors["x_ptr"]."""
+    domain: OverlapDomain, kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool],
+    others: dict[str, int] | None = None,
+) -> None:  # fmt: skip
+    """Launch a kernel of kernels/quantize.py that has a program for each square of tensors["x_ptr"]. others: numbers that it is
+    told."""
     x, values = tensors["x_ptr"], tuple(tensor.data_ptr() for tensor in tensors.values())
-    key = (kernel, x.shape, x.dtype, stride, *told.values(), values[0] % 16)
-    domain.launches.run(key, values, _launch, kernel, tensors, stride, told)
+    key = (kernel, x.shape, x.dtype, stride, *told.values(), *(others or {}).values(), values[0] % 16)
+    domain.launches.run(key, values, _launch, kernel, tensors, stride, told, others or {})
 
 
-def _launch(kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool]) -> Launch:
+def _launch(
+    kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool], others: dict[str, int]
+) -> Launch:
     from ..kernels import quantize as kernels
 
     m, k = tensors["x_ptr"].shape
     constants = dict(MOST=_MOST, BLOCK=BLOCK, num_warps=_WARPS, **told)
-    arguments, replaced = dict(tensors, m=m, k=k, stride=stride), tuple((name,) for name in tensors)
+    arguments, replaced = dict(tensors, m=m, k=k, stride=stride, **others), tuple((name,) for name in tensors)
     return Launch(getattr(kernels, kernel), (m // BLOCK * (k // BLOCK),), arguments, constants, replaced)
+
+
+def _run_by_rows(domain: OverlapDomain, kernel: str, x: torch.Tensor, packed: torch.Tensor) -> None:
+    """Launch a kernel between x [M, K] and packed rows; one launch serves any M."""
+    values = (x.data_ptr(), packed.data_ptr(), packed.data_ptr() + x.shape[1], len(x))
+    domain.launches.run((kernel, x.shape[1], x.dtype, values[0] % 16), values, _launch_by_rows, kernel, x, packed)
+
+
+def _launch_by_rows(kernel: str, x: torch.Tensor, packed: torch.Tensor) -> Launch:
+    from ..kernels import quantize as kernels
+
+    k = x.shape[1]
+    tensors = dict(x_ptr=x, by_rows_ptr=packed, scales_ptr=tails(packed, k))
+    constants = dict(BLOCK=BLOCK, ROWS=_ROWS, num_warps=4) | ({"MOST": _MOST} if kernel == "pack_rows_kernel" else {})
+    replaced = (*((name,) for name in tensors), ("m",))
+    return Launch(
+        getattr(kernels, kernel),
+        (_PROGRAMS,),
+        dict(tensors, m=len(x), k=k, stride=packed.shape[1]),
+        constants,
+        replaced,
+    )

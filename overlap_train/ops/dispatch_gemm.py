@@ -1,6 +1,6 @@
 """AllToAll + grouped GEMM: y [R, N] = (the rows that all ranks route to this rank's experts) @ w[their expert].
 
-    x             [T, H], of this rank's tokens
+    x             [T, H], of this rank's tokens; in fp8 packed rows (blocks.py), and so are `rows`
     numbers       fp32 [T, E], one for each token and expert, which goes with its row; or None
     keeps_rows    a weight gradient wants what has arrived
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from .grouped import GroupedProduct
+from .grouped import BlockProduct, GroupedProduct
 from .launch_experts import dispatch_and_multiply
 from .messages import Messages, open_rows, placed_rows
 from .routing import Routing
@@ -52,10 +52,10 @@ class CollectiveDispatchGemm:
         placed[routing.place_of_received] = received
         return placed
 
-    def matmul(self, product: GroupedProduct, is_wanted: bool = True) -> torch.Tensor | None:
+    def matmul(self, product: GroupedProduct | BlockProduct, is_wanted: bool = True) -> torch.Tensor | None:
         if not is_wanted:
             return None
-        y = self.rows.new_empty(len(self.rows), product.features)
+        y = self.rows.new_empty(len(self.rows), product.features, dtype=product.dtype)
         product.into(y, self._routing.all_places, self.rows)
         return y
 
@@ -81,9 +81,10 @@ class ChunkedDispatchGemm:
                 places.copy_(of_ranks[peer])
             messages.send(peer)
 
-    def matmul(self, product: GroupedProduct, is_wanted: bool = True) -> torch.Tensor | None:
+    def matmul(self, product: GroupedProduct | BlockProduct, is_wanted: bool = True) -> torch.Tensor | None:
         """Wait for one source after the other, multiply its rows and keep what is wanted."""
-        y = self._x.new_empty(self._routing.rows_received, product.features) if is_wanted else None
+        count = self._routing.rows_received
+        y = self._x.new_empty(count, product.features, dtype=product.dtype) if is_wanted else None
         for source in (self._rank, *self._plan.sources):
             if source != self._rank:
                 self._messages.call.wait(source)
@@ -109,9 +110,9 @@ class FusedDispatchGemm:
         self._call = open_rows(domain, tag, x.dtype, x.shape[1], plan.chunks)
         self.rows, self.numbers = None, numbers
 
-    def matmul(self, product: GroupedProduct, is_wanted: bool = True) -> torch.Tensor | None:
+    def matmul(self, product: GroupedProduct | BlockProduct, is_wanted: bool = True) -> torch.Tensor | None:
         call, count = self._call, self._routing.rows_received
-        y = self._x.new_empty(count, product.features)
+        y = self._x.new_empty(count, product.features, dtype=product.dtype)
         dispatch_and_multiply(self._domain, call, self._plan, self._routing, self._x, self.numbers, product, y)
         call.wait_for_all()  # tiles have not waited for a rank without rows for them
         rows, numbers = placed_rows(call, count)

@@ -1,15 +1,16 @@
 """What kernels of experts are told of one call's rows, worked out on the GPU (kernels/expert_tables.py): int32 tables.
 
-    pairs     [P + 1, 4]     P, max(R, 64), W, 0; then of each pair of strips: expert, first row, end of the expert's rows, chunk
-    pieces    [Q + 1, 4]     Q, 0, 0, 0; then of each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
-    peers     [W, 16]        of each rank: rows it receives, rows it sends, those of them to here, 0; pieces of each chunk for it
-    segments  [E/W, W, 4]    of each expert and source rank: first row, end, what leads from a row to its place in sent order, 0
+    pairs     [P + 1, 4]     P, max(R, 64), W, -; then of each pair of strips: expert, first row, end of the expert's rows, chunk
+    pieces    [Q + 1, 4]     Q, -, -, -; then of each piece: first row in sent order, rows, rank x MAX_CHUNKS + chunk, place there
+    peers     [W, 16]        of each rank: rows it receives, rows it sends, those of them to here, -; pieces of each chunk for it
+    segments  [E/W, W, 4]    of each expert and source rank: first row, end, what leads from a row to its place in sent order, -
     ends      [E/W]          where each expert's rows end
 
-Rows are those in placed order, of this rank or of the one that a piece goes to (routing.py). A pair is BLOCK_M rows of one
-expert, the last one of an expert fewer. A chunk is the rows of some of a rank's experts, one after the other: there are as many
-chunks as signals of a rank, or one for each expert. Pieces go chunk by chunk, the own ones first, since nothing brings them
-sooner; then to rank+1, .... A rank and chunk without rows have an empty piece.
+Words `-`, and those behind what there is, hold anything. Rows are those in placed order, of this rank or of the one that a piece
+goes to (routing.py). A pair is BLOCK_M rows of one expert, the last one of an expert fewer. A chunk is the rows of some of a
+rank's experts, one after the other: there are as many chunks as signals of a rank, or one for each expert. Pieces go chunk by
+chunk, the own ones first, since nothing brings them sooner; then to rank+1, .... A rank and chunk without rows have an empty
+piece.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Tables(NamedTuple):
 
 class Rows(NamedTuple):
     """The rows of this rank's tokens, as routing.py orders them, int64, with room for some more. tokens, places: of each row in
-    sent order its token, and its place in [T, E]; 0 beyond the last row. by_token: rows by token, then expert. ends [T + 1]:
-    where each token's begin there, and the last one's end."""
+    sent order its token, and its place in [T, E]. by_token: rows by token, then expert. ends [T + 1]: where each token's begin
+    there, and the last one's end."""
 
     tokens: torch.Tensor
     places: torch.Tensor
@@ -61,7 +62,8 @@ def chunk_count(experts_here: int) -> int:
 
 
 def count_rows(launches: LaunchCache, chosen: torch.Tensor) -> torch.Tensor:
-    """The rows that each block of tokens of chosen, bool [T, E], has for each expert: int32 [blocks, E], at least one block."""
+    """The rows that each block of tokens of chosen, bool [T, E], contiguous, has for each expert: int32 [blocks, E], at least one
+    block."""
     tokens, experts = chosen.shape
     of_blocks = chosen.new_empty(max(1, -(-tokens // _TOKENS_AT_ONCE)), experts, dtype=torch.int32)
     values = (chosen.data_ptr(), of_blocks.data_ptr(), tokens)
@@ -71,12 +73,12 @@ def count_rows(launches: LaunchCache, chosen: torch.Tensor) -> torch.Tensor:
 
 def place_rows(launches: LaunchCache, chosen: torch.Tensor, of_blocks: torch.Tensor, most: int) -> Rows:
     """The rows of chosen, with room for `most`: what does not fit is left out. of_blocks: by count_rows."""
-    places = chosen.new_empty(3 * most + len(chosen) + 1, dtype=torch.int64)
-    rows = Rows(*places.split([most, most, most, len(chosen) + 1]))
+    most += most % 2  # all lie on 16 bytes
+    memory = chosen.new_empty(3 * most + len(chosen) + 1, dtype=torch.int64)
+    rows = Rows(*memory.split([most, most, most, len(chosen) + 1]))
     told = (chosen, of_blocks, *rows)
     values = (*(tensor.data_ptr() for tensor in told), len(chosen), most)
-    aligned = tuple(value % 16 for value in values[:-2])
-    launches.run(("place rows", of_blocks.shape, aligned), values, _place_launch, *told)
+    launches.run(("place rows", of_blocks.shape, values[0] % 16), values, _place_launch, *told)
     return rows
 
 
@@ -96,7 +98,7 @@ def expert_tables(launches: LaunchCache, counts: torch.Tensor, rank: int, most_r
     parts = counts.new_empty(sum(sizes) + here).split([*sizes, here])
     tables = Tables(*(part.view(shape) for part, shape in zip(parts, (*shapes, (here,)), strict=True)))
     values = (*(tensor.data_ptr() for tensor in (counts, *tables)), most_pairs, most_pieces)
-    launches.run(("expert tables", counts.shape), values, _tables_launch, counts, tables, rank, most_pieces)
+    launches.run(("expert tables", counts.shape), values, expert_tables_launch, counts, tables, rank, most_pieces)
     return tables
 
 
@@ -127,7 +129,7 @@ def _blocks(chosen: torch.Tensor) -> dict[str, int]:
     return dict(BLOCK_T=_TOKENS_AT_ONCE, BLOCK_E=_power_of_two(chosen.shape[1], 64), num_warps=8)
 
 
-def _tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces: int) -> Launch:
+def expert_tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces: int) -> Launch:
     from ..kernels.expert_tables import expert_tables_kernel
 
     world, experts = counts.shape
@@ -136,7 +138,7 @@ def _tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces:
     numbers = dict(most_pairs=tables.most_pairs, most_pieces=most_pieces)
     constants = dict(
         WORLD_2=_power_of_two(world, 8), HERE_2=_power_of_two(here, 32), EXPERTS_2=_power_of_two(experts, 64),
-        BLOCK_M=_BLOCK_M, LONG=_LONG_SEGMENT, num_warps=8,
+        BLOCK_M=_BLOCK_M, LEAST=LEAST_ROWS, LONG=_LONG_SEGMENT, num_warps=8,
     )  # fmt: skip
     replaced = tuple((name,) for name in (*tensors, *numbers))
     arguments = tensors | numbers | dict(rank=rank, world=world, here=here)

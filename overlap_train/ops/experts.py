@@ -18,6 +18,7 @@ from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources
 from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
 from ..select.tiles import HOPPER, HOPPER_TILE, LIBRARY, tma_reads
+from .blocks import BLOCK
 from .expert_tables import chunk_count
 from .grouped import LEAST_EXPERTS
 from .launch_experts import FEATURES, MOST_RANKS
@@ -34,7 +35,7 @@ OVERFLOWS = (OVERFLOW, NO_MEMORY)
 
 
 def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfig | None, name: str) -> PlannedOp:
-    """The planned gather of how many rows each rank has for each expert, int32 [1, E] of each. Raises as expert_op."""
+    """The planned gather of how many rows each rank has for each expert, int32 [1, E] of each. Raises as ExpertCall."""
     cache, world, experts = cache_of(domain, name), domain.world_size, chosen.shape[-1:].numel()
     config, problem = config or cache.defaults, None
     if chosen.dim() != 2 or chosen.dtype != torch.bool or not experts or experts % world:
@@ -90,7 +91,7 @@ class ExpertCall:
         self._trains = in_words(trained if probs is None else trained | dict(probs=probs.requires_grad))
         # All that is checked once: of known calls only the number of rows may be wrong.
         kinds = frozenset((type(each), each.shape, each.dtype, each.device) for each in weights)
-        of_probs = None if probs is None else (probs.shape[1:], probs.dtype)
+        of_probs = None if probs is None else (probs.shape[1:], probs.dtype, probs.device)
         of_x = (x.shape[1:], x.dtype, x.device)
         self._key = (spec.name, routing.experts, len(weights), kinds, of_x, of_probs, self._trains, config)
         self._problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
@@ -130,6 +131,7 @@ class ExpertCall:
         spec, weights, routing, config, dtype = self._spec, self._weights, self._routing, self._config, self._x.dtype
         domain = routing.domain
         what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(dtype)}"
+        what += "" if config.fp8 == "off" else f", fp8 {config.fp8}"
         request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
         _agree(domain, request, problem, self._name, is_known, self._trains)
         served = len(weights) if _kernels_serve(weights[0], routing.world_size) else None
@@ -237,9 +239,15 @@ def _error(
         if weight.dtype != x.dtype or weight.device != x.device:
             its, theirs = (f"{tensor.dtype} on {tensor.device}" for tensor in (weight, x))
             return f"{name}: w[{number}] is {its}, {of_x} {theirs}; they must be the same"
+    if probs is not None and probs.device != x.device:
+        return f"{name}: probs is on {probs.device}, {of_x} on {x.device}; they must be on one device"
     if probs is not None and (probs.shape != (routing.tokens_here, routing.experts) or not probs.is_floating_point()):
         return (
             f"{name}: probs is {probs.dtype} {tuple(probs.shape)}; it must be floating-point "
             f"[{routing.tokens_here}, {routing.experts}], one for each token and expert"
         )
-    return None if config.fp8 == "off" else spec.fp8_error(x, weights[0], routing.world_size, 1, name, config.fp8)
+    if config.fp8 not in ("off", "blockwise"):
+        return f"{name}: fp8={config.fp8!r} of experts: their scales are of blocks; use fp8='blockwise' or 'off'"
+    if config.fp8 == "blockwise" and any(size % BLOCK for size in weights[0].shape):
+        return f"{name}: w has weights {tuple(weights[0].shape)}; with fp8='blockwise' features must be multiples of {BLOCK}"
+    return None

@@ -1,6 +1,6 @@
 """Grouped GEMM + AllToAll: y [T, N] = the sum of each token's rows of a [R, K] @ w[their expert].
 
-    a          [R, K] in placed order
+    a          [R, K] in placed order; in fp8 packed rows (blocks.py)
     numbers    fp32 [R], one for each row, or None; they go with it
 
 `finish` waits for all. Complete after it: numbers, fp32 [N], those that have come back, in sent order.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
-from .grouped import GroupedProduct
+from .grouped import BlockProduct, GroupedProduct
 from .launch_experts import multiply_and_combine
 from .messages import Messages, open_rows, placed_rows
 from .routing import Routing
@@ -33,11 +33,11 @@ class CollectiveGemmCombine:
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
-        product: GroupedProduct, numbers: torch.Tensor | None = None,
+        product: GroupedProduct | BlockProduct, numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._routing = routing
         domain.collective_calls.enter(tag)
-        y = a.new_empty(len(a), product.features)
+        y = a.new_empty(len(a), product.features, dtype=product.dtype)
         product.into(y, routing.all_places, a)
         self._rows = self._exchanged(y, domain.group)
         self.numbers = None if numbers is None else self._exchanged(numbers, domain.group)
@@ -58,11 +58,11 @@ class ChunkedGemmCombine:
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
-        product: GroupedProduct, numbers: torch.Tensor | None = None,
+        product: GroupedProduct | BlockProduct, numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._routing, self.numbers = routing, numbers
-        received, sent = routing.received, routing.sent
-        self._messages = messages = Messages(domain, tag, received, sent, a, product.features, numbers is not None)
+        received, sent, y_like = routing.received, routing.sent, a.new_empty(0, dtype=product.dtype)
+        self._messages = messages = Messages(domain, tag, received, sent, y_like, product.features, numbers is not None)
         for peer in (*messages.call.peers, domain.rank):
             rows, of_rows = messages.leaving(peer)
             product.out_of(a, routing.places[peer], rows)
@@ -83,10 +83,10 @@ class FusedGemmCombine:
 
     def __init__(
         self, domain: OverlapDomain, plan: EnginePlan, tag: Tag, routing: Routing, a: torch.Tensor,
-        product: GroupedProduct, numbers: torch.Tensor | None = None,
+        product: GroupedProduct | BlockProduct, numbers: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self._routing, self.numbers = routing, numbers
-        self._call = open_rows(domain, tag, a.dtype, product.features)
+        self._call = open_rows(domain, tag, product.dtype, product.features)
         multiply_and_combine(domain, self._call, plan, routing, a, numbers, product)
 
     def finish(self) -> torch.Tensor:

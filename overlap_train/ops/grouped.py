@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from ..group.domain import OverlapDomain
+from .blocks import BLOCK, squares_of_each, unpacked_rows
+from .quantize import Quantized
 from .routing import Places
 
 LEAST_EXPERTS = 8  # below, a product for each expert is as fast
@@ -22,11 +25,17 @@ def _has_kernel(device: torch.device) -> bool:
 class GroupedProduct:
     """Products with the weights [N, K] of this rank's experts. transposed: of rows [*, K] with w.T; else of rows [*, N].
     first: weights[0] as the caller has it. Weights that lie apart are put together where it has an attribute `stacked`, and kept
-    there, until it is set to None; else each is multiplied by itself."""
+    there, until it is set to None; else each is multiplied by itself.
+
+    depth: of the contraction. scales: of the weights, for kernels; None: they have none.
+    """
+
+    scales: torch.Tensor | None = None
 
     def __init__(self, weights: Sequence[torch.Tensor], transposed: bool, first: Any = None) -> None:
-        self._weights, self.transposed, self._first = weights, transposed, first
-        self.features: int = weights[0].shape[0 if transposed else 1]
+        self._weights, self.transposed, self._first, self.dtype = weights, transposed, first, weights[0].dtype
+        n, k = weights[0].shape
+        self.features, self.depth = (n, k) if transposed else (k, n)
 
     def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
         """rows, in the order of their message, or all in placed order -> their places in out [R, features]."""
@@ -70,13 +79,13 @@ class GroupedProduct:
     @cached_property
     def is_reversed(self) -> bool:
         """Whether the weights lie one before the other, as Megatron's distributed optimizer has them."""
-        return len(self._weights) > 1 and self._lying(-1) is not None
+        return len(self._weights) > 1 and self.lying(-1) is not None
 
     @property
     def stack(self) -> torch.Tensor:
         """The weights as one tensor [E/W, N, K], contiguous, the last expert's first if `is_reversed`: a copy for this product,
         where they lie otherwise and none is kept."""
-        stacked = self._lying(-1) if self.is_reversed else self._stacked
+        stacked = self.lying(-1) if self.is_reversed else self._stacked
         if stacked is None:
             return torch.stack([*self._weights])
         return stacked if stacked.data_ptr() % 16 == 0 else stacked.clone()  # TMA reads what starts on 16 bytes
@@ -84,12 +93,12 @@ class GroupedProduct:
     @cached_property
     def _stacked(self) -> torch.Tensor | None:
         """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
-        stacked = self._lying(1)
+        stacked = self.lying(1)
         if stacked is None and getattr(self._first, "stacked", self) is None:
             self._first.stacked = torch.stack([*self._weights])
         return getattr(self._first, "stacked", None) if stacked is None else stacked
 
-    def _lying(self, step: int) -> torch.Tensor | None:
+    def lying(self, step: int) -> torch.Tensor | None:
         """The memory of all weights, if each lies behind the one before, or, step -1, before it."""
         first, size = self._weights[0], self._weights[0].numel()
         origin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
@@ -102,3 +111,41 @@ class GroupedProduct:
             return None
         lowest = min(origin, self._weights[-1].storage_offset())
         return first.as_strided((len(self._weights), *first.shape), (size, *first.stride()), lowest)
+
+
+class BlockProduct:
+    """The same in fp8, with a scale for each block (blocks.py): rows, packed, with e4m3 numbers of the weights. What is made of
+    the weights is kept where `first` has an attribute `stacked`. The library multiplies what these numbers stand for: in bf16
+    exactly that."""
+
+    transposed, is_reversed = True, False  # kernels get both operands along the contraction
+
+    def __init__(self, domain: OverlapDomain, weights: Sequence[torch.Tensor], transposed: bool, first: Any) -> None:
+        self._domain, self.dtype, self._experts = domain, weights[0].dtype, len(weights)
+        n, k = weights[0].shape
+        self.features, self.depth = (n, k) if transposed else (k, n)
+        kept: Quantized | None = getattr(first, "stacked", None)
+        if kept is None:
+            is_kept, lying = hasattr(first, "stacked"), GroupedProduct(weights, True).lying(1)
+            stack = torch.stack([*weights]) if lying is None else lying
+            kept = squares_of_each(domain, stack, is_kept or not transposed)
+            if is_kept:
+                first.stacked = kept
+        numbers, scales = (kept.rows, kept.inverse) if transposed else (kept.columns, kept.inverse_of_columns)
+        assert numbers is not None and scales is not None, "both are kept"
+        self.stack, self.scales = numbers.view(self._experts, self.features, self.depth), scales
+
+    @cached_property
+    def _of_values(self) -> GroupedProduct:
+        rows, pieces = self._experts * self.features // BLOCK, self.depth // BLOCK
+        numbers = self.stack.view(rows, BLOCK, pieces, BLOCK).to(self.dtype)
+        values = numbers * self.scales[:, None, :pieces, None].to(self.dtype)
+        return GroupedProduct(values.view(self.stack.shape).unbind(0), True)
+
+    def into(self, out: torch.Tensor, places: Places, rows: torch.Tensor) -> None:
+        """As GroupedProduct's; rows: packed, as they have come."""
+        self._of_values.into(out, places, unpacked_rows(self._domain, rows, self.depth, self.dtype))
+
+    def out_of(self, a: torch.Tensor, places: Places, out: torch.Tensor) -> None:
+        """As GroupedProduct's; a: packed."""
+        self._of_values.out_of(unpacked_rows(self._domain, a, self.depth, self.dtype), places, out)

@@ -12,24 +12,29 @@ import torch
 from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.slots import Call
+from .blocks import tails
 from .expert_tables import LEAST_ROWS
 from .launch import (
     BLOCK_K,
     BLOCK_M,
     BLOCK_N,
+    HALF_N,
     LAUNCH,
+    PANEL_BYTES,
     PART_M,
     STAGES,
     STEP,
     Replaced,
+    Scaling,
     descriptor,
     grid_size,
     multiprocessors,
     protocol_arguments,
 )
+from .quantize import FORWARD
 
 if TYPE_CHECKING:
-    from .grouped import GroupedProduct
+    from .grouped import BlockProduct, GroupedProduct
     from .plan import EnginePlan
     from .routing import Routing
 
@@ -43,7 +48,7 @@ _MOST_ROWS = 1 << 24
 
 def dispatch_and_multiply(
     domain: OverlapDomain, call: Call, plan: EnginePlan, routing: Routing, x: torch.Tensor, numbers: torch.Tensor | None,
-    product: GroupedProduct, y: torch.Tensor,
+    product: GroupedProduct | BlockProduct, y: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch the kernel that stores the rows of x [T, K], and their numbers out of fp32 [T, E], at their places in the slots of
     their experts' ranks, and fills y [R, N] with the product of what arrives in this rank's."""
@@ -55,13 +60,15 @@ def dispatch_and_multiply(
 
 def multiply_and_combine(
     domain: OverlapDomain, call: Call, plan: EnginePlan, routing: Routing, a: torch.Tensor, numbers: torch.Tensor | None,
-    product: GroupedProduct,
+    product: GroupedProduct | BlockProduct,
 ) -> None:  # fmt: skip
     """Launch the kernel that multiplies a [R, K], and stores the rows of the product, and numbers, fp32 [R], at their places in
     the slots of the ranks that they are for."""
     tables, missing = routing.tables, LEAST_ROWS - len(a)
     a = torch.nn.functional.pad(a, (0, 0, 0, missing)) if missing > 0 else _readable(a)
-    tensors = dict(a_ptr=a, pairs_ptr=tables.pairs, segments_ptr=tables.segments, peers_ptr=tables.peers)
+    tensors = dict(a_desc=a, pairs_ptr=tables.pairs, segments_ptr=tables.segments, peers_ptr=tables.peers)
+    if product.scales is not None:
+        tensors |= dict(a_scale_ptr=tails(a.view(FORWARD), product.depth))
     _run(_combine_launch, domain, call, plan, product, tensors, numbers)
 
 
@@ -96,13 +103,14 @@ def _readable(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _run(
-    describe: Callable[..., Launch], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct,
+    describe: Callable[..., Launch], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct | BlockProduct,
     tensors: dict[str, torch.Tensor], numbers: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """tensors: what the kernel is told that lies elsewhere in the next call."""
+    """tensors: what the kernel is told that lies elsewhere in the next call. The first one has the rows that are multiplied."""
     b = product.stack.flatten(0, 1)
     tensors |= {} if numbers is None else dict(numbers_ptr=numbers)
-    key = (describe, plan, product.transposed, product.is_reversed, b.shape, numbers is None)
+    tensors |= {} if product.scales is None else dict(b_scale_ptr=product.scales)
+    key = (describe, plan, product.transposed, product.is_reversed, b.shape, b.dtype, numbers is None)
     values = (*(tensor.data_ptr() for tensor in tensors.values()), b.data_ptr(), call.tag.word)
     call.launches.run(key, values, describe, domain, call, plan, product, tensors, b)
 
@@ -111,35 +119,51 @@ def _dispatch_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told:
     from ..kernels.hopper_dispatch_gemm import hopper_dispatch_gemm_kernel
 
     arguments, constants, replaced = _told(_DISPATCH, domain, call, plan, *told)
-    arguments |= dict(rows_desc=descriptor(call.gathered, PART_M, BLOCK_K), sent_ptr=call.slot.direct_counters.sent)
-    constants |= dict(STEP=STEP // call.gathered.itemsize)
+    rows, product = call.gathered, told[0]
+    if product.scales is not None:
+        rows = rows.view(FORWARD)
+        arguments |= dict(a_scale_ptr=tails(rows, product.depth))
+    constants |= dict(STEP=STEP // rows.itemsize)
+    arguments |= dict(rows_desc=_panels(rows, product), sent_ptr=call.slot.direct_counters.sent)
     return _launch(hopper_dispatch_gemm_kernel, domain, plan, arguments, constants, replaced)
 
 
 def _combine_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told: Any) -> Launch:
     from ..kernels.hopper_gemm_combine import hopper_gemm_combine_kernel
 
-    arguments, constants, (_, *replaced) = _told(_COMBINE, domain, call, plan, *told)
-    a = arguments["a_ptr"]
-    arguments |= dict(a_desc=replace(descriptor(a, PART_M, BLOCK_K), shape=[_MOST_ROWS, a.shape[1]]))
-    return _launch(hopper_gemm_combine_kernel, domain, plan, arguments, constants, (("a_ptr", "a_desc"), *replaced))
+    arguments, constants, replaced = _told(_COMBINE, domain, call, plan, *told)
+    a, product = arguments["a_desc"], told[0]
+    a_desc = _panels(a if product.scales is None else a.view(FORWARD), product)
+    arguments |= dict(a_desc=replace(a_desc, shape=[_MOST_ROWS, product.depth]), like_ptr=call.gathered)
+    return _launch(hopper_gemm_combine_kernel, domain, plan, arguments, constants, replaced)
+
+
+def _panels(rows: torch.Tensor, product: GroupedProduct | BlockProduct) -> Any:
+    """The descriptor of rows that are multiplied."""
+    return descriptor(rows[:, : product.depth], PART_M, PANEL_BYTES // rows.itemsize)
 
 
 def _told(
-    of_protocol: tuple[str, ...], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct,
+    of_protocol: tuple[str, ...], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct | BlockProduct,
     tensors: dict[str, torch.Tensor], b: torch.Tensor,
 ) -> tuple[dict[str, Any], dict[str, Any], Replaced]:  # fmt: skip
-    """(arguments, constants, what is replaced) that both kernels have. b: weights of all experts, one below the other. The first
-    of `tensors` has the features that are multiplied."""
-    block = (BLOCK_N, BLOCK_K) if product.transposed else (BLOCK_K, BLOCK_N)
-    features, protocol = next(iter(tensors.values())).shape[1], protocol_arguments(domain, call, direct=True)
+    """(arguments, constants, what is replaced) that both kernels have. b: weights of all experts, one below the other."""
+    depth, protocol = PANEL_BYTES // b.itemsize, protocol_arguments(domain, call, direct=True)
+    block = (BLOCK_N, depth) if product.transposed else (depth, BLOCK_N)
+    pitch = next(iter(tensors.values())).shape[1]
     arguments = dict(numbers_ptr=None) | tensors | {name: protocol[name] for name in of_protocol}
-    arguments |= dict(b_desc=descriptor(b, *block), n=product.features, k=features, memory_at_ptr=call.slot.memory_at)
+    arguments |= dict(b_desc=descriptor(b, *block), n=product.features, k=product.depth, pitch=pitch)
+    arguments |= dict(memory_at_ptr=call.slot.memory_at)
     constants = dict(
-        WORLD=domain.world_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, GROUP_M=plan.tile.group_m, STAGES=STAGES,
+        WORLD=domain.world_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=depth, GROUP_M=plan.tile.group_m, STAGES=STAGES,
         B_IS_NK=product.transposed, REVERSED=product.is_reversed,
     )  # fmt: skip
-    return arguments, constants, (*((name,) for name in tensors), ("b_desc",), ("tag",))
+    of_b: tuple[str, ...] = ("b_desc",)
+    if product.scales is not None:
+        arguments |= dict(b_half_desc=descriptor(b, HALF_N, depth))
+        constants |= Scaling((product.scales,), of_blocks=True).constants
+        of_b += ("b_half_desc",)
+    return arguments, constants, (*((name,) for name in tensors), of_b, ("tag",))
 
 
 def _launch(

@@ -137,17 +137,19 @@ def launches_of_experts(
     probs = new(rows, dtype=torch.float32) if has_probs else None
     tables = Tables(*(new(4, dtype=torch.int32) for _ in Tables._fields))
     routing: Any = SimpleNamespace(tables=tables, rows=Rows(*(new(rows, dtype=torch.int64) for _ in Rows._fields)))
+    in_fp8 = plan.config.fp8 != "off"
     for engine in (plan.fprop, plan.dgrad):
         for transposed in (True, False):  # forward; backward, of the other operator
             sent, features = (k, n) if transposed else (n, k)
-            stack = new(len(weights), n, k, dtype=dtype)
             product: Any = SimpleNamespace(
-                stack=stack, is_reversed=is_reversed, transposed=transposed, features=features
-            )
-            matrix = new(rows, sent, dtype=dtype)
+                is_reversed=is_reversed and not in_fp8, transposed=transposed or in_fp8, features=features, depth=sent,
+                scales=new(1, dtype=torch.float32) if in_fp8 else None,
+                stack=new(len(weights), features, sent, dtype=FORWARD) if in_fp8 else new(len(weights), n, k, dtype=dtype),
+            )  # fmt: skip
+            matrix = new_packed(new(rows, sent)).view(torch.uint8) if in_fp8 else new(rows, sent, dtype=dtype)
             numbers = probs if engine.kind.receives == transposed else None
             if engine.kind.receives:
-                call = open_rows(here, _TAG, dtype, sent, engine.chunks)
+                call = open_rows(here, _TAG, matrix.dtype, matrix.shape[1], engine.chunks)
                 y = new(rows, features, dtype=dtype)
                 dispatch_and_multiply(here, call, engine, routing, matrix, numbers, product, y)
             else:

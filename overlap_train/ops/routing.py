@@ -23,7 +23,7 @@ import torch
 
 from ..select.tiles import HOPPER_TILE
 from .expert_tables import Rows, Tables, expert_tables, place_rows
-from .launch_experts import sum_on_gpu
+from .launch_experts import MOST_RANKS, sum_on_gpu
 
 if TYPE_CHECKING:
     from ..group.domain import OverlapDomain
@@ -55,7 +55,8 @@ class Routing:
     group. of_blocks: by count_rows, on GPUs.
 
     sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. all_places: of
-    all rows for this rank's experts.
+    all rows for this rank's experts. The first of these that is read waits for the counts, and raises OverlapTimeoutError or
+    OverlapMismatchError where they have not come.
     """
 
     def __init__(
@@ -63,15 +64,14 @@ class Routing:
     ) -> None:
         self._chosen, self._counts_here, self._of_blocks, self.domain = chosen, counts, of_blocks, domain
         self.world_size, (self.tokens_here, self.experts), self.device = len(counts), chosen.shape, chosen.device
+        self._room = min(_ROWS_OF_A_TOKEN, self.experts) * self.tokens_here
+        self._rows_begun = self._tables_begun = None
         if of_blocks is not None:
-            self._counts_there = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-            self._counts_there.copy_(counts, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
-            most = _ROWS_OF_A_TOKEN * self.tokens_here
-            self._rows_begun = place_rows(domain.launches, chosen, of_blocks, most)
-            most_pairs = most * self.world_size // HOPPER_TILE.block_m + self.experts // self.world_size
-            self._tables_begun = expert_tables(domain.launches, counts, domain.rank, most, most_pairs)
+            self._counts_there, self._arrival = _on_its_way(counts)
+            self._rows_begun = place_rows(domain.launches, chosen, of_blocks, self._room)
+            if self.world_size <= MOST_RANKS:  # else nobody asks for them
+                most_pairs = self._room * self.world_size // HOPPER_TILE.block_m + self.experts // self.world_size
+                self._tables_begun = expert_tables(domain.launches, counts, domain.rank, self._room, most_pairs)
 
     @cached_property
     def _counts(self) -> _Counts:
@@ -120,7 +120,7 @@ class Routing:
         """This rank's N rows, with room for some more."""
         if self._of_blocks is None:
             return _placed_by_torch(self._chosen)
-        if self.rows_sent <= len(self._rows_begun.tokens):
+        if self._rows_begun is not None and self.rows_sent <= self._room:
             return self._rows_begun
         return place_rows(self.domain.launches, self._chosen, self._of_blocks, self.rows_sent)
 
@@ -138,8 +138,9 @@ class Routing:
     def tables(self) -> Tables:
         """What kernels of experts are told."""
         pairs = int((-(-self._here.sum(0) // HOPPER_TILE.block_m)).sum())
-        if self._of_blocks is not None and self.rows is self._rows_begun and pairs <= self._tables_begun.most_pairs:
-            return self._tables_begun
+        begun = self._tables_begun
+        if begun is not None and self.rows_sent <= self._room and pairs <= begun.most_pairs:
+            return begun
         return expert_tables(self.domain.launches, self._counts_here, self.domain.rank, self.rows_sent, pairs)
 
     @cached_property
@@ -154,7 +155,7 @@ class Routing:
 
     @cached_property
     def all_places(self) -> Places:
-        ends = self._ends[-1] if self._of_blocks is None else self.tables.ends
+        ends = self._ends[-1] if self._tables_begun is None else self.tables.ends
         return Places(self._starts[0].tolist(), self._here.sum(0).tolist(), None, ends)
 
     @cached_property
@@ -202,6 +203,14 @@ class Routing:
             return sum_on_gpu(self.domain, rows, index, self.rows.ends)
         bag = torch.nn.functional.embedding_bag
         return bag(index, rows.float(), self.rows.ends, mode="sum", include_last_offset=True).to(rows.dtype)
+
+
+def _on_its_way(counts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """(where counts will be on the host, what they are waited for by)."""
+    there, arrival = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True), torch.cuda.Event()
+    there.copy_(counts, non_blocking=True)
+    arrival.record()
+    return there, arrival
 
 
 def _placed_by_torch(chosen: torch.Tensor) -> Rows:

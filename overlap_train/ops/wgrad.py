@@ -28,7 +28,8 @@ class WeightGradient:
     """dw as the sum over `parts` parts of the rows: in `weight.main_grad`, else in fp32 where there are several. So is that for a
     16-bit main_grad, to be rounded once and not by each part.
 
-    main_grad: as in OverlapConfig. ctx: of the autograd function, whose tensor `number` the weight is; None: not known. store:
+    main_grad: as in OverlapConfig. ctx: of the autograd function, whose tensor `number` the weight is, or what has its edges as
+    next_functions; None: not known. store:
     gets the product, instead of backward; what is added must then stay as it is.
     """
 
@@ -108,9 +109,9 @@ class WeightGradient:
         else:
             self._target.add_(x._replace(dtype=torch.float32).multiply(dy_nm))
 
-    def result(self, placeholder: torch.Tensor | None = None) -> torch.Tensor | None:
+    def result(self, placeholder: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """dw for autograd; None if it is delayed; None, or a placeholder where a hook insists on a gradient, if it goes into
-        `weight.main_grad`. placeholder: memory for it, which weights may share. Called once."""
+        `weight.main_grad`. placeholder: makes memory for it, which weights may share. Called once."""
         ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
             unmark(self._weight, ctx, self._number)
@@ -122,7 +123,7 @@ class WeightGradient:
         self._weight.grad_added_to_main_grad = True
         if getattr(self._weight, "zero_out_wgrad", False):
             return torch.zeros_like(self._weight)
-        return torch.empty_like(self._weight) if placeholder is None else placeholder.detach()
+        return torch.empty_like(self._weight) if placeholder is None else placeholder().detach()
 
     def _in_dtype_of_weight(self) -> torch.Tensor | None:
         dw, dtype = self._dw, self._weight.dtype

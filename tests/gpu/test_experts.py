@@ -28,8 +28,9 @@ def method(request: pytest.FixtureRequest) -> str:
 def check(case: Case, problem: Experts, seed: int, runs_as: str = "", **told: Any) -> None:
     """check_problem, for `fused` with features that it serves, and with room for what one rank gets."""
     method, case = case.config.method, replace(case, config=replace(case.config, experts_room=64.0))
-    if method == "fused":
-        problem = replace(problem, features=64 * (1 + seed % 5), hidden=64 * (1 + seed % 3))
+    if method == "fused" or case.config.fp8 != "off":
+        unit = 64 if case.config.fp8 == "off" else 128
+        problem = replace(problem, features=unit * (1 + seed % 5), hidden=unit * (1 + seed % 3))
     assert check_problem(case, problem, seed, **told) == (runs_as or method)
 
 
@@ -42,6 +43,29 @@ def test_many_experts_are_one_kernel(case: Case) -> None:
     """Features are multiples of eight, as the library's kernel wants them; some experts get nothing."""
     for seed, dropped in enumerate((0.0, 0.7)):
         check(case, Experts(16 * case.world, 4, (40,) * case.world, 64, 32, dropped), seed)
+
+
+def test_problems_in_fp8(case: Case) -> None:
+    """Small integers are exact in e4m3, too."""
+    case = replace(case, config=replace(case.config, fp8="blockwise"))
+    for seed, problem in enumerate(
+        (*(make(case.world) for make in NAMED.values()), Experts(16 * case.world, 12, (0, 700)))
+    ):
+        if len(problem.tokens) == case.world:
+            check(case, problem, seed)
+
+
+def test_more_rows_of_a_token_than_there_is_room_for_at_first(case: Case) -> None:
+    check(case, Experts(16 * case.world, 12, (*range(40, 40 + case.world),), 64, 32), seed=1)
+
+
+def test_masks_that_lie_otherwise(case: Case) -> None:
+    """Transposed, and a slice of a wider one."""
+    mask = Experts(4 * case.world, 2, (9,) * case.world).chosen(case.rank)[case.rank].to(case.device)
+    right = expert_routing(mask, group=case.group, config=case.config)
+    for other in (mask.t().contiguous().t(), torch.cat((mask, ~mask), 1)[:, : mask.shape[1]]):
+        routing = expert_routing(other, group=case.group, config=case.config)
+        assert routing.sent == right.sent and torch.equal(routing.places_of_tokens, right.places_of_tokens)
 
 
 def test_experts_of_several_tiles(case: Case) -> None:

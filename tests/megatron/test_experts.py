@@ -227,6 +227,18 @@ def test_weights_that_lie_apart_are_put_together_once_in_their_step(fused: bool)
         assert (ours[key] - gradient).norm() <= 0.03 * gradient.norm() + 1e-6, key
 
 
+@on_ranks
+def test_experts_are_in_fp8_where_blocks_divide_their_weights() -> None:
+    """Near what they are without, and not the same; their weights' copies are those of the step."""
+    sizes = dict(moe_ffn_hidden_size=128, hidden_size=128)
+    losses, _ = train(mixtral(None, **sizes), steps=3)
+    model = mixtral(OverlapConfig(experts=True, fp8="blockwise", slots=("output",)), **sizes)
+    found, _ = train(model, steps=3)
+    assert found == pytest.approx(losses, rel=2e-2) and found != pytest.approx(losses, rel=1e-6)
+    assert losses[:2] != pytest.approx(losses[-2:], rel=2e-2)
+    assert all(row.reason.endswith(" / fp8 blockwise") for row in rows_of(model))
+
+
 def test_only_where_it_is_a_kernel_a_product_of_many_experts_is_one() -> None:
     for capability, has_kernel in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)):
         with patch.object(torch.cuda, "get_device_capability", lambda device, found=capability: found):

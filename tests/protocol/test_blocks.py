@@ -76,6 +76,34 @@ def test_pieces_and_squares_are_the_formulas(m: int, k: int, dtype: torch.dtype)
     assert w8.inverse.shape[1] % 4 == w8.inverse_of_columns.shape[1] % 4 == 0
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("m", [0, 1, 37, 128])
+def test_packed_rows_of_any_number_stand_for_what_they_round(m: int) -> None:
+    random = torch.Generator().manual_seed(m)
+    numbers, scales = by_formula(rounded := torch.randn(m, 256, generator=random), 1, 128)
+    packed = blocks.packed_rows(CPU, rounded)
+    assert same(packed.view(torch.float8_e4m3fn)[:, :256], numbers) and same(blocks.tails(packed, 256), 1 / scales)
+    # Exact in e4m3: the interpreter rounds otherwise.
+    x = torch.randint(-15, 16, (m, 2, 128), generator=random) * 2.0 ** torch.randint(-9, 9, (m, 2, 1), generator=random)
+    for domain in (CPU, INTERPRETED):
+        packed = blocks.packed_rows(domain, x.view(m, 256))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(blocks.unpacked_rows(domain, packed, 256, dtype), x.view(m, 256).to(dtype))
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (384, 128)])
+def test_squares_of_each_expert_are_its_own(n: int, k: int) -> None:
+    stack = torch.randint(-15, 16, (3, n, k), generator=torch.Generator().manual_seed(n)).float()
+    for domain in (CPU, INTERPRETED):
+        made, ones = (
+            blocks.squares_of_each(domain, stack, True),
+            [blocks.squares(domain, w, True, True) for w in stack],
+        )
+        for name, found in made._asdict().items():
+            expected = torch.cat([getattr(one, name) for one in ones])
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), name
+
+
 @pytest.mark.parametrize(("m", "k"), [(256, 384), (128, 128)])
 def test_the_kernels_are_torchs(m: int, k: int) -> None:
     x, strange = torch.randn(m, k, generator=torch.Generator().manual_seed(m)), matrix(m, k)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
-from overlap_train.ops.expert_tables import count_rows, expert_tables, place_rows
+from overlap_train import OverlapTimeoutError
+from overlap_train.ops.expert_tables import Tables, count_rows, expert_tables_launch, place_rows
+from overlap_train.ops.routing import Routing
+from tests.expert_cases import Experts
 from tests.protocol.tables_of_experts import INTERPRETED, tables_of
 
 
@@ -13,28 +21,70 @@ from tests.protocol.tables_of_experts import INTERPRETED, tables_of
 @pytest.mark.parametrize("tokens", [0, 1, 64, 150, 2100])  # the last more than blocks of tokens that are read at once
 def test_rows_are_placed_by_expert_then_token(tokens: int, experts: int, share: float) -> None:
     chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1)) < share
-    of_blocks = count_rows(INTERPRETED, chosen)
+    bytes_of_masks = (chosen * torch.tensor(255, dtype=torch.uint8)).view(torch.bool)
+    of_blocks = count_rows(INTERPRETED, bytes_of_masks)
     assert torch.equal(of_blocks.sum(0), chosen.sum(0))
     expert, token = chosen.t().nonzero(as_tuple=True)
-    for room in (0, 100):
+    for room in (0, 101):
         rows = place_rows(INTERPRETED, chosen, of_blocks, len(token) + room)
         assert torch.equal(rows.tokens[: len(token)], token)
-        assert torch.equal(rows.places, torch.cat((token * experts + expert, torch.zeros(room, dtype=torch.int64))))
+        assert torch.equal(rows.places[: len(token)], token * experts + expert)
         assert torch.equal(rows.by_token[: len(token)], torch.argsort(token, stable=True))
         assert rows.ends.tolist() == [0, *chosen.sum(1).cumsum(0).tolist()]
 
 
 def test_what_there_is_no_room_for_is_left_out() -> None:
-    """Of rows and of pairs: nothing is written beyond. How many there are is said all the same."""
+    """Of rows, pairs and pieces: nothing is written beyond. How many there are is said all the same."""
     chosen = torch.ones(100, 4, dtype=torch.bool)
     rows = place_rows(INTERPRETED, chosen, count_rows(INTERPRETED, chosen), 150)
     assert torch.equal(rows.tokens, torch.arange(150) % 100) and rows.ends.tolist() == [*range(0, 401, 4)]
-    counts = torch.full((2, 6), 300, dtype=torch.int32)
-    full, short = tables_of(counts.view(2, 2, 3), 1), expert_tables(INTERPRETED, counts, 1, 1800, 7)
-    assert full.pairs[0].tolist()[:3] == short.pairs[0].tolist()[:3] == [15, 1800, 2]
-    assert torch.equal(short.pairs[1:], full.pairs[1:8])
-    assert torch.equal(short.pieces[: len(full.pieces), 1:][1:], full.pieces[1:, 1:])
-    assert torch.equal(short.segments[..., :3], full.segments[..., :3])
+    counts, full = torch.full((2, 6), 300, dtype=torch.int32), tables_of(torch.full((2, 2, 3), 300), 1)
+    short = Tables(*(torch.full_like(table, -7) for table in full))
+    launch = expert_tables_launch(counts, short, 1, 20)
+    replace(launch, arguments=launch.arguments | dict(most_pairs=7)).through_triton()
+    for found, right, room in ((short.pairs, full.pairs, 7), (short.pieces, full.pieces, 20)):
+        assert torch.equal(found[1 : 1 + room], right[1 : 1 + room]) and (found[1 + room :] == -7).all()
+    assert full.pairs[0, :3].tolist() == short.pairs[0, :3].tolist() == [15, 1800, 2]
+    assert full.pieces[0, 0] == short.pieces[0, 0] == len(full.pieces) - 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top"), [((37, 37), 2), ((37, 37), 12), ((0, 300), 16), ((3, 1500), 2)], ids=lambda value: str(value)
+)
+def test_a_routing_on_a_gpu_has_room_for_what_comes(tokens: tuple[int, int], top: int) -> None:
+    """Where what was begun before the host knew the counts does not suffice, it is made anew. Nothing is read before the wait."""
+    masks = Experts(40, top, tokens).chosen(5)
+    counts, waited = torch.stack([chosen.sum(0) for chosen in masks]).int(), list[int]()
+    arrival = SimpleNamespace(synchronize=lambda: waited.append(1))
+    with mock.patch("overlap_train.ops.routing._on_its_way", lambda counts: (counts, arrival)):
+        for rank, chosen in enumerate(masks):
+            fault = SimpleNamespace(check=lambda: waited.append(2))
+            domain: Any = SimpleNamespace(rank=rank, launches=INTERPRETED, fault=fault)
+            routing = Routing(chosen, counts, domain, count_rows(INTERPRETED, chosen))
+            assert not waited
+            right = Routing(chosen, counts, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+            assert torch.equal(routing.tokens, right.tokens) and waited == [1, 2]
+            assert torch.equal(routing.places_of_tokens, right.places_of_tokens)
+            assert torch.equal(routing.rows.by_token[: routing.rows_sent], right.rows.by_token)
+            whole = tables_of(counts.view(2, 2, 20), rank)
+            assert torch.equal(routing.tables.pairs[1 : len(whole.pairs)], whole.pairs[1:])
+            assert torch.equal(routing.tables.pieces[1 : len(whole.pieces)], whole.pieces[1:])
+            assert torch.equal(routing.all_places.ends, right.all_places.ends)
+            waited.clear()
+
+
+def test_counts_that_did_not_come_are_no_numbers() -> None:
+    def failed() -> None:
+        raise OverlapTimeoutError("rank 1 did not come")
+
+    domain: Any = SimpleNamespace(rank=0, launches=INTERPRETED, fault=SimpleNamespace(check=failed))
+    chosen, arrival = torch.ones(3, 4, dtype=torch.bool), SimpleNamespace(synchronize=lambda: None)
+    counts = torch.full((2, 4), -1, dtype=torch.int32)
+    with mock.patch("overlap_train.ops.routing._on_its_way", lambda counts: (counts, arrival)):
+        routing = Routing(chosen, counts, domain, count_rows(INTERPRETED, chosen))
+    for _ in range(2):
+        with pytest.raises(OverlapTimeoutError, match="rank 1 did not come"):
+            _ = routing.rows_received
 
 
 @pytest.mark.parametrize("world", [1, 3, 8])

@@ -21,7 +21,7 @@ from tests.protocol.simulated_streams import StreamSimulation
 class Context(SimpleNamespace):
     """What autograd passes as ctx: everything is wanted."""
 
-    needs_input_grad = (True,) * 6
+    needs_input_grad, next_functions = (True,) * 6, ((None, 0),) * 6
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
         self.saved_tensors = tensors

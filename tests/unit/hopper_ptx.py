@@ -105,6 +105,7 @@ def compiled_kernel(
     constants |= {} if numbers else {"numbers_ptr": None}
     if "pairs_ptr" in kernel.arg_names:  # of experts
         constants = {"STEP": STEP // 2, "REVERSED": False} | constants
+        constants |= {} if constants["SCALING"] else {"b_half_desc": None}
     elif "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
     else:
@@ -134,7 +135,8 @@ def compiled_kernel(
         "tag": "i64",
     }
     types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr", "gathered_scale_ptr"), "*fp32")
-    types |= dict.fromkeys(("x_ptr", "a_ptr", "y_ptr"), "*bf16") | {"tokens_ptr": "*i64", "places_ptr": "*i64"}
+    types |= {"x_ptr": "*u8" if constants["SCALING"] else "*bf16", "like_ptr": "*bf16", "y_ptr": "*bf16"}
+    types |= {"tokens_ptr": "*i64", "places_ptr": "*i64"}
     types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}

@@ -35,6 +35,7 @@ BLOCKS = dict(MOST=448.0, ROWS=True, COLUMNS=True, BLOCK=128, num_warps=16)
 BLOCKS["divisible"] = (
     "x_ptr", "by_rows_ptr", "by_columns_ptr", "row_scales_ptr", "column_scales_ptr", "m", "k", "stride",
 )  # fmt: skip
+ROWS = dict(ROWS=32, BLOCK=128, num_warps=4, divisible=("x_ptr", "by_rows_ptr", "scales_ptr", "k", "stride"))
 CONVERTS = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
 
 
@@ -50,9 +51,11 @@ CONVERTS = r"cvt\.rn\.satfinite\.e4m3x2\.f32"
         ("quantize_pieces_kernel", {**BLOCKS, "PACKED": False}, CONVERTS),
         (
             "quantize_squares_kernel",
-            {**BLOCKS, "divisible": ("x_ptr", "by_rows_ptr", "by_columns_ptr", "m", "k")},
+            {**BLOCKS, "divisible": ("x_ptr", "by_rows_ptr", "by_columns_ptr", "m", "k", "height")},
             CONVERTS,
         ),
+        ("pack_rows_kernel", ROWS | {"MOST": 448.0}, CONVERTS),
+        ("unpack_rows_kernel", ROWS, r"st\.global\.v4"),
         ("amax_kernel", dict(BLOCK=16384, num_warps=16, divisible=("x_ptr", "size")), r"ld\.global\.v4"),
         ("transpose_kernel", TILE, r"st\.global"),
     ],

@@ -36,13 +36,21 @@ from overlap_train.group.slots import Layout
 from overlap_train.group.waits import BoundedWaits
 from overlap_train.group.workspace import Workspace
 from overlap_train.linear import column_backward, column_forward, in_fp8, row_backward, row_forward
+from overlap_train.ops.blocks import new_packed
+from overlap_train.ops.expert_tables import count_rows, place_rows
 from overlap_train.ops.experts import make_expert_plan
 from overlap_train.ops.gemm_ar import all_reduced
-from overlap_train.ops.grouped import GroupedProduct
+from overlap_train.ops.grouped import BlockProduct, GroupedProduct
 from overlap_train.ops.plan import Plan, make_plan
 from overlap_train.ops.plan_cache import PlanCache
 from overlap_train.ops.planned import PlannedOp
-from overlap_train.ops.rehearsal import _NoCopies, compile_ahead, compile_experts_ahead, launches_of
+from overlap_train.ops.rehearsal import (
+    _NoCopies,
+    compile_ahead,
+    compile_experts_ahead,
+    compile_routing_ahead,
+    launches_of,
+)
 from overlap_train.ops.routing import Routing
 from overlap_train.ops.spec import (
     ALL_GATHER_LINEAR,
@@ -247,37 +255,45 @@ def test_nothing_is_compiled_for_what_is_not_sent() -> None:
     assert not launches_of(domain, plan, x, w, None)
 
 
-def _compiled_experts(has_probs: bool) -> tuple[int, list[str]]:
+def _compiled_experts(has_probs: bool, fp8: str) -> tuple[int, list[str]]:
     """The first and last of these, of kernels of experts."""
-    (n, k), here, bf16 = (128, 64), 2, torch.bfloat16
-    with _watched(100 + has_probs) as (started, _, late):
+    (n, k), here, bf16 = (256, 128), 2, torch.bfloat16
+    with _watched(100 + has_probs + 2 * (fp8 != "off")) as (started, _, late):
         domain, weights = Domain(), [torch.zeros(n, k, dtype=bf16)] * here
-        request, config = Request("dispatch_linear", "", 1 << 19), OverlapConfig(method="fused")
+        request, config = Request("dispatch_linear", "", 1 << 19), OverlapConfig(method="fused", fp8=fp8)
         plan = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, bf16, request, None, here)
+        compile_routing_ahead(domain, 70, 2 * here)
         compile_experts_ahead(domain, plan, weights, has_probs)
         _all_compiled()
         ahead, tag = len(started), Tag("experts", "")
-        routing = Routing(
-            torch.ones(70, 2 * here, dtype=torch.bool), torch.full((2, 2 * here), 70, dtype=torch.int32), domain
-        )
+        chosen, counts = torch.ones(70, 2 * here, dtype=torch.bool), torch.full((2, 2 * here), 70, dtype=torch.int32)
+        place_rows(domain.launches, chosen, count_rows(domain.launches, chosen), 281)
+        routing = Routing(chosen, counts, domain)
+        numbers = torch.zeros(70, 2 * here) if has_probs else None
         for transposed in (True, False):
-            product, numbers = (
-                GroupedProduct(weights, transposed),
-                [torch.zeros(70, 2 * here) if has_probs else None, None],
-            )
-            x = torch.zeros(70, k if transposed else n, dtype=bf16)
-            a = torch.zeros(routing.rows_received, x.shape[1], dtype=bf16)
+            x, product = torch.zeros(70, k if transposed else n, dtype=bf16), GroupedProduct(weights, transposed)
+            if fp8 != "off":
+                x, product = new_packed(x).view(torch.uint8), BlockProduct(domain, weights, transposed, None)
+            a = x.new_zeros(routing.rows_received, x.shape[1])
+            of_dispatch, of_combine = (numbers, None) if transposed else (None, numbers)
             with domain.operator(tag, 2):
-                plan.fprop.start(domain, tag, routing, x, numbers[not transposed], False).matmul(product)
-                plan.dgrad.start(domain, tag, routing, a, product, numbers[transposed])
+                plan.fprop.start(domain, tag, routing, x, of_dispatch, False).matmul(product)
+                plan.dgrad.start(domain, tag, routing, a, product, of_combine)
     return ahead, late
 
 
+@pytest.mark.parametrize("fp8", ["off", "blockwise"])
 @pytest.mark.parametrize("has_probs", [False, True])
-def test_kernels_of_experts_are_compiled_ahead(compiling: ProcessPoolExecutor, has_probs: bool) -> None:
-    """Of both operators, forward and backward, at the first call of either; not the small ones that wait, nor that of tables."""
-    ahead, late = compiling.submit(_compiled_experts, has_probs).result(timeout=120)
-    assert ahead == 4 and set(late) <= {"wait_kernel", "barrier_kernel", "expert_tables_kernel"}
+def test_kernels_of_experts_are_compiled_ahead(compiling: ProcessPoolExecutor, has_probs: bool, fp8: str) -> None:
+    """Of a routing, and of both operators, forward and backward, at the first call of either; not the small ones that wait, nor
+    what rounds weights."""
+    ahead, late = compiling.submit(_compiled_experts, has_probs, fp8).result(timeout=120)
+    products = 2 if fp8 != "off" and not has_probs else 4  # in fp8 all weights lie along the contraction
+    assert ahead == 3 + products and {"wait_kernel"} <= set(late) <= {
+        "wait_kernel",
+        "barrier_kernel",
+        "quantize_squares_kernel",
+    }
 
 
 @pytest.mark.usefixtures("hopper_gpu")

@@ -271,6 +271,7 @@ def test_what_is_demanded_of_the_ptx_is_there_for_every_number_of_ranks(
 
 
 EXPERTS = [(kernel, numbers) for kernel in ("hopper_dispatch_gemm", "hopper_gemm_combine") for numbers in (False, True)]
+BLOCKS = dict(SCALING=3, BLOCK_K=128, STEP=2048, formats=("fp8e4nv", "fp8e4nv"))
 
 
 @pytest.mark.parametrize(("kernel", "numbers"), EXPERTS)
@@ -278,14 +279,16 @@ def test_kernels_of_experts_send_16_bytes_a_thread_and_do_not_spill(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, numbers: bool
 ) -> None:
     """Rows that are sent are stored before they are counted, and all of them before the signal."""
-    for b_is_nk, world in ((True, 4), (False, 8)):
-        ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world, REVERSED=b_is_nk)
+    for b_is_nk, world, how in ((True, 4, {}), (False, 8, {}), (True, 4, BLOCKS)):
+        is_reversed = b_is_nk and not how
+        ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world, REVERSED=is_reversed, **how)
         _keeps_its_registers_and_fits(ptx, shared)
         assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
         assert in_order(ptx, WIDE_STORE, COUNT, SIGNAL) and len(re.findall(WIDE_STORE, ptx)) >= 16
         assert len(re.findall(LEAVE, ptx)) == 1
     for world in (1, 2, 4, 8):
-        assert missing(compiled(kernel, True, WORLD=world)[0], f"{kernel}_kernel", {"WORLD": world}) is None
+        for how in ({}, BLOCKS):
+            assert missing(compiled(kernel, True, WORLD=world, **how)[0], f"{kernel}_kernel", {"WORLD": world}) is None
 
 
 def test_dispatch_waits_and_combine_does_not(compiled: Compile) -> None:
