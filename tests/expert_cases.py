@@ -18,7 +18,7 @@ from tests.linear_cases import Case
 @dataclass(frozen=True)
 class Experts:
     """tokens: of each rank. top: experts of a token. dropped: the share of choices that is dropped. popular: so many experts get
-    everything; 0: all may."""
+    everything; 0: all may. spread: blocks of 128 features, and of experts, are of several sizes."""
 
     experts: int
     top: int
@@ -27,6 +27,7 @@ class Experts:
     hidden: int = 16
     dropped: float = 0.0
     popular: int = 0
+    spread: bool = False
 
     def chosen(self, seed: int) -> list[torch.Tensor]:
         """bool [T, E] of each rank."""
@@ -95,6 +96,12 @@ def check_problem(case: Case, problem: Experts, seed: int, before: Callable[[int
     probs = [case.integers(t, problem.experts, seed=99 + s).cpu() for s, t in enumerate(tokens)]
     w1 = case.integers(problem.experts, 2 * n, k, seed=5).cpu()
     w2 = case.integers(problem.experts, k, n, seed=6).cpu()
+    if problem.spread:
+        for matrix in (*x, *dz, *dy, *a, w1, w2):
+            for dim in range(matrix.dim()):
+                shape = [-1 if dim == each else 1 for each in range(matrix.dim())]
+                size = 1 if dim == 0 else 128  # of tokens, or experts, and of features
+                matrix *= (2.0 ** (torch.arange(matrix.shape[dim]) // size % 3 * max(dim, 1))).view(shape)
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(case.device, case.dtype).requires_grad_()

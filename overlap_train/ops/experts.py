@@ -27,7 +27,7 @@ from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, compiling_ahead, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
-from .spec import DISPATCH_LINEAR, DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, tensor_error
+from .spec import DISPATCH_LINEAR, DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
 NO_MEMORY = "more rows for one rank than slots hold (symmetric_mib, or a CUDA graph holds their addresses)"
@@ -186,8 +186,8 @@ def make_expert_plan(
         method, reason = "collective", f"the group spans {topology.nodes} nodes"
     elif config.method in ("collective", "chunked") or (served and config.method == "fused"):
         method, reason = config.method, "asked for"
-    elif served and served >= LEAST_EXPERTS and config.method == "auto":
-        method = "fused"  # of four it is 3 % faster (Mixtral), and may keep a copy of 1.4 GB of weights a layer
+    elif served and config.method == "auto" and (served >= LEAST_EXPERTS or config.fp8 != "off"):
+        method = "fused"  # of four in bf16 it is 3 % faster (Mixtral), and may keep a copy of 1.4 GB of weights a layer
     if overflow is not None and method != "collective":
         method, reason = "collective", overflow
     elif config.tune_steps:
@@ -248,6 +248,8 @@ def _error(
         )
     if config.fp8 not in ("off", "blockwise"):
         return f"{name}: fp8={config.fp8!r} of experts: their scales are of blocks; use fp8='blockwise' or 'off'"
+    if config.fp8 != "off" and x.is_cuda and (where := no_fp8_on(x.device, config.fp8)) is not None:
+        return f"{name}: fp8={config.fp8!r} on {torch.cuda.get_device_name(x.device)}: {where}; use fp8='off'"
     if config.fp8 == "blockwise" and any(size % BLOCK for size in weights[0].shape):
         return f"{name}: w has weights {tuple(weights[0].shape)}; with fp8='blockwise' features must be multiples of {BLOCK}"
     return None

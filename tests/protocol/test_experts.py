@@ -50,10 +50,11 @@ def test_every_problem(method: str, world: int) -> None:
 
 
 def _in_fp8(rank: int, world: int, method: str) -> set[str]:
-    """Small integers are exact in e4m3, too. The second half is of the order in which Megatron's optimizer has weights."""
-    settings, ran = dict(features=128, hidden=128), set()
+    """Small integers are exact in e4m3, too, and powers of two of them."""
+    ran = set()
     for dtype in (torch.float32, torch.float16):
         case = _case(method, dtype, fp8="blockwise")
+        settings = dict(features=256, hidden=128, spread=dtype == torch.float32)
         for seed, name in enumerate(("top 2, one expert a rank", "dropped", "all dropped", "a rank without tokens")):
             ran.add(check_problem(case, replace(NAMED[name](world), **settings), seed))
     shutdown()
