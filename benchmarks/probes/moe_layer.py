@@ -34,7 +34,8 @@ TOKENS = 4096
 
 
 def layer_of(model: str, method: str, world: int) -> Any:
-    """Megatron's MoELayer with the same weights at each call; ours by `method`, unless that is `megatron`."""
+    """Megatron's MoELayer with the same weights at each call; ours by `method`, which may end in _fp8 (scales of blocks), unless
+    that is `megatron`."""
     hidden, ffn, experts, top = MODELS[model]
     config = TransformerConfig(
         num_layers=1, hidden_size=hidden, num_attention_heads=16, num_moe_experts=experts, moe_router_topk=top,
@@ -60,7 +61,9 @@ def layer_of(model: str, method: str, world: int) -> Any:
         )  # as Megatron's data parallelism does
         layer.edges = [*getattr(layer, "edges", ()), edge]
     if method != "megatron":
-        turn_experts(layer, OverlapConfig(method=method, symmetric_mib=8192), f"experts.{method}")
+        fp8 = "blockwise" if method.endswith("_fp8") else "off"
+        config = OverlapConfig(method=method.removesuffix("_fp8"), fp8=fp8, symmetric_mib=8192)
+        turn_experts(layer, config, f"experts.{method}")
     return layer
 
 

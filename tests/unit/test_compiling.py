@@ -152,6 +152,10 @@ def _watched(device: int) -> Iterator[tuple[list[str], list[Any], list[str]]]:
 
     def run(cache: LaunchCache, key: Any, values: tuple[int, ...], describe: Any, *told: Any) -> None:
         one = describe(*told)
+        assert (
+            len(values) == len(one.replaced)
+            and {name for names in one.replaced for name in names} <= one.arguments.keys()
+        )
         before = len(started)
         launches.append(under_test.compiled(one.kernel, one.grid, one.arguments, one.constants))
         late.extend([one.kernel.fn.__name__] * (len(started) - before))
