@@ -42,8 +42,7 @@ def layer_of(model: str, method: str, world: int) -> Any:
         moe_ffn_hidden_size=ffn, moe_grouped_gemm=True, moe_permute_fusion=True, moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-3, expert_model_parallel_size=world,
         expert_tensor_parallel_size=1, gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
-        bias_activation_fusion=True,
-        bf16=True, params_dtype=torch.bfloat16, gradient_accumulation_fusion=True,
+        bias_activation_fusion=True, bf16=True, params_dtype=torch.bfloat16, gradient_accumulation_fusion=True,
     )  # fmt: skip
     model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
@@ -56,9 +55,8 @@ def layer_of(model: str, method: str, world: int) -> Any:
     for weight in layer.parameters():
         weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight, dtype=torch.float32), False
         edge = weight.view_as(weight).grad_fn.next_functions[0][0]
-        edge.register_hook(
-            lambda *_, weight=weight: setattr(weight, "grad", None)
-        )  # as Megatron's data parallelism does
+        # as Megatron's data parallelism does
+        edge.register_hook(lambda *_, weight=weight: setattr(weight, "grad", None))
         layer.edges = [*getattr(layer, "edges", ()), edge]
     if method != "megatron":
         fp8 = "blockwise" if method.endswith("_fp8") else "off"
