@@ -163,11 +163,11 @@ def _row_of_experts(name: str, layer: Any) -> LinearReport:
     if overlap.plan is None:
         reason = overlap.fallback_calls.most_common(1)[0][0] if overlap.fallback_calls else "not called yet"
         return replace(row, method="megatron" if overlap.fallback_calls else "-", reasons=(reason,))
-    ep, reasons, fp8 = f"(EP {layer.ep_group.size()})", (overlap.plan.fprop.reason,), overlap.plan.config.fp8
+    ep, reasons, fp8 = f"(EP {layer.ep_group.size()})", [overlap.plan.fprop.reason], overlap.plan.config.fp8
     if overlap.config.fp8 != "off":
-        reasons += ("not in fp8: experts" if fp8 == "off" else f"fp8 {fp8}",)
+        reasons.append("not in fp8: experts" if fp8 == "off" else f"fp8 {fp8}")
     return replace(
-        row, method=overlap.plan.fprop.method, reasons=reasons,
+        row, method=overlap.plan.fprop.method, reasons=(*reasons,),
         fprop=f"A2A(x) + GEMM, GEMM + A2A {ep}", dgrad=f"A2A(dy) + GEMM, GEMM + A2A {ep}", wgrad="GEMM with the received rows",
     )  # fmt: skip
 
