@@ -47,7 +47,8 @@ def expert_routing(
     rows they have for each expert. `dispatch_linear` lets the host wait for that, since it decides how much memory the rows take.
 
     Args:
-        experts: bool [T, E], which experts each token of this rank goes to. T may differ between ranks.
+        experts: bool [T, E], which experts each token of this rank goes to. T may differ between ranks. Do not write to it before
+            the first operator has run: tokens with more than eight experts are looked up again.
         group: the expert-parallel group; all its ranks make the same calls in the same order.
         config, name: see all_gather_linear.
 
@@ -97,7 +98,7 @@ def dispatch_linear(
         config, name, on_plan: see all_gather_linear. Methods are fused (Hopper; 16 bits, N and K multiples of 64, up to 8 ranks),
             chunked and collective; others, and what fused does not serve, run as chunked. What slots do not hold
             (config.experts_room) runs as collective on all ranks. fp8 is "off" or "blockwise": rows travel in one byte an
-            element, weights have multiples of 128 features, and weight gradients are products in the dtype of x.
+            element, weights have multiples of 128 features, x is no float16, and weight gradients are products in its dtype.
 
     Returns:
         (y, p). Where each weight of a list has `main_grad`, backward adds its dw there (config.main_grad).

@@ -75,7 +75,8 @@ class ExpertOverlap(LinearOverlap):
         linear = linears_of(experts, "linear_fc1")[0]
         fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
         in_fp8 = self.config.fp8 == "blockwise" and not any(
-            size % BLOCK for part in _PARTS for size in weights_of(experts, part)[0].shape
+            weight.dtype == torch.float16 or any(size % BLOCK for size in weight.shape)
+            for weight in (weights_of(experts, part)[0] for part in _PARTS)
         )
         return self._configs[bool(fused), "blockwise" if in_fp8 else "off"]
 

@@ -43,6 +43,8 @@ def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfi
             f"{name}: experts is {chosen.dtype} {tuple(chosen.shape)}; it must be bool [T, E], with E, how many experts there "
             f"are, divisible by the group's {world} ranks"
         )
+        if not chosen.is_floating_point() and chosen.dtype != torch.bool:
+            problem += "; of indices [T, k] make it by torch.zeros(T, E, dtype=torch.bool).scatter_(1, indices, True)"
     key = (EXPERT_ROUTING.name, experts, config)
     known = cache.plans.get(key)
     if known is None and problem is None and chosen.is_cuda:
@@ -250,6 +252,9 @@ def _error(
         return f"{name}: fp8={config.fp8!r} of experts: their scales are of blocks; use fp8='blockwise' or 'off'"
     if config.fp8 != "off" and x.is_cuda and (where := no_fp8_on(x.device, config.fp8)) is not None:
         return f"{name}: fp8={config.fp8!r} on {torch.cuda.get_device_name(x.device)}: {where}; use fp8='off'"
+    if config.fp8 != "off" and x.dtype == torch.float16:
+        held = "which does not hold what such numbers stand for"
+        return f"{name}: fp8={config.fp8!r} with {of_x} in float16, {held}; cast it to bfloat16, or use fp8='off'"
     if config.fp8 == "blockwise" and any(size % BLOCK for size in weights[0].shape):
         return f"{name}: w has weights {tuple(weights[0].shape)}; with fp8='blockwise' features must be multiples of {BLOCK}"
     return None

@@ -94,9 +94,12 @@ class GroupedProduct:
     def _stacked(self) -> torch.Tensor | None:
         """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
         stacked = self.lying(1)
-        if stacked is None and getattr(self._first, "stacked", self) is None:
+        if stacked is not None or not hasattr(self._first, "stacked"):
+            return stacked
+        if not isinstance(self._first.stacked, torch.Tensor):  # None, or that of a call in fp8
             self._first.stacked = torch.stack([*self._weights])
-        return getattr(self._first, "stacked", None) if stacked is None else stacked
+        kept: torch.Tensor = self._first.stacked
+        return kept
 
     def lying(self, step: int) -> torch.Tensor | None:
         """The memory of all weights, if each lies behind the one before, or, step -1, before it."""
@@ -124,8 +127,8 @@ class BlockProduct:
         self._domain, self.dtype, self._experts = domain, weights[0].dtype, len(weights)
         n, k = weights[0].shape
         self.features, self.depth = (n, k) if transposed else (k, n)
-        kept: Quantized | None = getattr(first, "stacked", None)
-        if kept is None:
+        kept = getattr(first, "stacked", None)
+        if not isinstance(kept, Quantized):  # none, or that of a call that is not in fp8
             is_kept, lying = hasattr(first, "stacked"), GroupedProduct(weights, True).lying(1)
             stack = torch.stack([*weights]) if lying is None else lying
             kept = squares_of_each(domain, stack, is_kept or not transposed)

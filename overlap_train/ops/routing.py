@@ -65,8 +65,12 @@ class Routing:
         self._chosen, self._counts_here, self._of_blocks, self.domain = chosen, counts, of_blocks, domain
         self.world_size, (self.tokens_here, self.experts), self.device = len(counts), chosen.shape, chosen.device
         self._room = min(_ROWS_OF_A_TOKEN, self.experts) * self.tokens_here
-        self._rows_begun = self._tables_begun = None
-        if of_blocks is not None:
+        self._tables_begun: Tables | None = None
+        if of_blocks is None:
+            self._rows_begun = _placed_by_torch(
+                chosen
+            )  # at once, as on GPUs: the caller may write to chosen afterwards
+        else:
             self._counts_there, self._arrival = _on_its_way(counts)
             self._rows_begun = place_rows(domain.launches, chosen, of_blocks, self._room)
             if self.world_size <= MOST_RANKS:  # else nobody asks for them
@@ -118,9 +122,7 @@ class Routing:
     @cached_property
     def rows(self) -> Rows:
         """This rank's N rows, with room for some more."""
-        if self._of_blocks is None:
-            return _placed_by_torch(self._chosen)
-        if self._rows_begun is not None and self.rows_sent <= self._room:
+        if self._of_blocks is None or self.rows_sent <= self._room:
             return self._rows_begun
         return place_rows(self.domain.launches, self._chosen, self._of_blocks, self.rows_sent)
 

@@ -52,7 +52,7 @@ def test_every_problem(method: str, world: int) -> None:
 def _in_fp8(rank: int, world: int, method: str) -> set[str]:
     """Small integers are exact in e4m3, too, and powers of two of them."""
     ran = set()
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16):
         case = _case(method, dtype, fp8="blockwise")
         settings = dict(features=256, hidden=128, spread=dtype == torch.float32)
         for seed, name in enumerate(("top 2, one expert a rank", "dropped", "all dropped", "a rank without tokens")):
@@ -66,6 +66,20 @@ def _in_fp8(rank: int, world: int, method: str) -> set[str]:
 def test_every_problem_in_fp8(method: str, world: int) -> None:
     for ran in values(run_ranks(world, _in_fp8, method)):
         assert ran == {method}
+
+
+def _written(rank: int, world: int) -> bool:
+    """A mask that is used again for the next routing, before the first operator of this one."""
+    case, mask = _case(), Experts(2 * world, 2, (9,) * world).chosen(rank)[rank]
+    routing = expert_routing(mask, group=case.group, config=case.config)
+    right = torch.nonzero(mask.t())[:, 1]
+    same = torch.equal(expert_routing(mask.clone(), group=case.group, config=case.config).tokens, right)
+    mask.zero_()
+    return same and torch.equal(routing.tokens, right)
+
+
+def test_a_mask_may_be_written_to_once_it_is_routed() -> None:
+    assert values(run_ranks(2, _written)) == [True, True]
 
 
 def _random(rank: int, world: int, seeds: range) -> Counter[str]:
@@ -349,6 +363,8 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
                 x = {"features": x[:, :-1], "rows": x[:-1], "dtype": x.half()}.get(mistake, x)
                 w = {"weights": w[:1], "flat weights": w[0], "no weights": []}.get(mistake, w)
                 config = replace(config, fp8=mistake) if mistake in ("tensorwise", "blockwise") else config
+                if mistake == "half":
+                    x, w, config = x.half(), w.half(), replace(config, fp8="blockwise")
                 probs = torch.ones(6, 3) if mistake == "probs" else probs
                 if mistake == "order":
                     linear_combine(torch.ones(routing.rows_received, 8), w, routing, config=config)
@@ -364,12 +380,12 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
 
 
 MISTAKES = {
-    "experts": r"torch.bool \(6, 3\); it must be bool", "numbers": r"torch.int32 \(6, 4\); it must be bool",
+    "experts": r"torch.bool \(6, 3\); it must be bool", "numbers": r"torch.int32 \(6, 4\); it must be bool.*scatter_",
     "features": "a row for each of the tokens", "rows": r"\[6, 8\]", "dtype": "must be the same",
     "weights": "one .* for each of this rank's 2 experts", "flat weights": r"it must be \[E/W, N, K\]",
     "no weights": "w has 0 weights", "probs": "one for each token", "order": "linear_combine",
     "tensorwise": "fp8='tensorwise' of experts", "blockwise": "with fp8='blockwise' features must be multiples of 128",
-    "none": "routing is a NoneType; it must be what expert_routing returned",
+    "half": "fp8='blockwise' with x in float16", "none": "routing is a NoneType; it must be what expert_routing returned",
     "device": "x is on cpu, its routing on meta",
 }  # fmt: skip
 

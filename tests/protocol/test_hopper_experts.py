@@ -23,7 +23,7 @@ from overlap_train.kernels import hopper_gemm_combine as combine
 from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops.expert_tables import Tables, chunk_count
-from overlap_train.ops.grouped import GroupedProduct
+from overlap_train.ops.grouped import BlockProduct, GroupedProduct
 from tests.protocol.tables_of_experts import tables_of
 from tests.unit.hopper_model import ORDER, python_of
 
@@ -351,6 +351,14 @@ def test_weights_that_lie_together_are_not_copied(order: tuple[int, ...]) -> Non
     assert grouped.is_reversed == (order == (3, 2, 1, 0))
     assert torch.equal(grouped.stack, torch.stack(weights[::-1] if grouped.is_reversed else weights))
     assert (grouped.stack.data_ptr() == memory.data_ptr()) == (order in ((0, 1, 2, 3), (3, 2, 1, 0)))
+
+
+def test_what_is_kept_of_weights_is_made_anew_where_fp8_comes_or_goes() -> None:
+    weights, first = [torch.full((128, 128), value) for value in (1.0, 2.0)], SimpleNamespace(stacked=None)
+    for _ in range(2):
+        assert torch.equal(GroupedProduct(weights, True, first).stack, torch.stack(weights))
+        rounded = BlockProduct(SimpleNamespace(on_gpu=False), weights, True, first)  # type: ignore[arg-type]
+        assert torch.equal(rounded._of_values.stack, torch.stack(weights))
 
 
 def test_chunks_grow() -> None:
