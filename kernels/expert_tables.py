@@ -120,6 +120,7 @@ def _pairs_at(slots, rows, counts_ptr, rank, world, here, BLOCK_M: tl.constexpr)
 @triton.jit
 def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, world, here, WORLD_2: tl.constexpr,
                 HERE_2: tl.constexpr, BLOCK_M: tl.constexpr, LEAST: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+    """This program's pairs, in order of expert or, of many rows, of key: each finds its place by counting those before it."""
     rows = tl.sum(_rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2), 1)
     count, total = tl.sum(tl.cdiv(rows, BLOCK_M), 0), tl.sum(rows, 0)
     for first_slot in range(program * AT_ONCE, count, programs * AT_ONCE):
@@ -149,6 +150,7 @@ def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, world,
 @triton.jit
 def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, programs, world, here, WORLD_2: tl.constexpr,
                  EXPERTS_2: tl.constexpr):  # fmt: skip
+    """This program's pieces and, by the first program, what peers tells of pieces."""
     experts = world * here
     order, target = tl.arange(0, EXPERTS_2), tl.arange(0, WORLD_2)
     # The parts in which rows leave: chunk by chunk, of each those for this rank, rank+1, ..., by expert.
@@ -164,9 +166,8 @@ def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, pro
         is_of = (to[:, None] == target[None, :]) & (chunk == one)[:, None] & exists[:, None]
         of_target = tl.sum(tl.where(is_of, count[:, None], 0), 0)
         is_first = is_of & (in_chunk % experts_of_chunk == 0)[:, None]
-        count += tl.sum(
-            (is_first & (of_target == 0)[None, :]).to(tl.int32), 1
-        )  # an empty piece, whose signal is waited for
+        # an empty piece, whose signal is waited for
+        count += tl.sum((is_first & (of_target == 0)[None, :]).to(tl.int32), 1)
         if program == 0:
             at_peer_ptr = peers_ptr + target * PEER_WORDS + FIRST_PIECES + one
             tl.store(at_peer_ptr, tl.maximum(of_target, 1), mask=target < world)
@@ -204,6 +205,7 @@ def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, pro
 @triton.jit
 def _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, world, here, WORLD_2: tl.constexpr,
                    HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr):  # fmt: skip
+    """segments, ends, and what peers tells of rows."""
     experts = world * here
     expert, source, order = tl.arange(0, HERE_2), tl.arange(0, WORLD_2), tl.arange(0, EXPERTS_2)
     rows = _rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2)

@@ -110,36 +110,24 @@ def unpacked_rows(domain: OverlapDomain, packed: torch.Tensor, features: int, dt
     return x
 
 
-def squares_of_each(domain: OverlapDomain, stack: torch.Tensor, columns: bool) -> Quantized:
-    """Weights [E, N, K] in squares, by rows [E x N, K] and, with `columns`, by columns [E x K, N], each expert's below the one
-    before, and so are inverse scales."""
-    experts, n, k = stack.shape
-    made = squares(domain, stack.flatten(0, 1), True, columns, n)
-    if not columns:
-        return made
-    turned = made.inverse.new_zeros(experts, k // BLOCK, -(-n // (4 * BLOCK)) * 4)
-    turned[..., : n // BLOCK] = made.inverse[:, : k // BLOCK].view(experts, -1, k // BLOCK).mT
-    return made._replace(inverse_of_columns=turned.flatten(0, 1))
-
-
 def squares(
     domain: OverlapDomain, w: torch.Tensor, rows: bool, columns: bool, height: int | None = None
 ) -> Quantized:  # fmt: skip
-    """w [N, K] in squares, by rows, by columns or both. height: of each of the matrices that lie in w one below the other, which
-    are turned each by itself, without their scales."""
-    n, k = w.shape
+    """w [N, K] in squares, by rows, by columns or both. height: of each of the matrices that lie in w one below the other; their
+    columns do so, too."""
+    (n, k), height = w.shape, height or len(w)
     inverse = w.new_zeros(n // BLOCK, -(-k // (4 * BLOCK)) * 4, dtype=torch.float32)
     if domain.on_gpu:
         by_rows = w.new_empty(n, k, dtype=FORWARD) if rows else inverse
-        by_columns = w.new_empty(n * k // (height or n), height or n, dtype=FORWARD) if columns else inverse
+        by_columns = w.new_empty(n * k // height, height, dtype=FORWARD) if columns else inverse
         tensors = dict(zip(_SQUARES, (w.contiguous(), by_rows, by_columns, inverse), strict=True))
         told = dict(ROWS=rows, COLUMNS=columns)
-        _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), told, dict(height=height or n))
+        _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), told, dict(height=height))
     else:
         by_rows, of_squares = _by_torch(w, BLOCK)
         inverse[:, : k // BLOCK] = of_squares
-        by_columns = by_rows.view(-1, height or n, k).mT.flatten(0, 1) if columns else by_rows
-    turned = turned_scales(inverse, n, k) if columns and height is None else None
+        by_columns = by_rows.view(-1, height, k).mT.flatten(0, 1) if columns else by_rows
+    turned = turned_scales(inverse, height, k) if columns else None
     return Quantized(by_rows if rows else None, by_columns if columns else None, inverse, turned)
 
 

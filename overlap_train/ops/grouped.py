@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..group.domain import OverlapDomain
-from .blocks import BLOCK, squares_of_each, unpacked_rows
+from .blocks import BLOCK, squares, unpacked_rows
 from .quantize import Quantized
 from .routing import Places
 
@@ -131,7 +131,7 @@ class BlockProduct:
         if not isinstance(kept, Quantized):  # none, or that of a call that is not in fp8
             is_kept, lying = hasattr(first, "stacked"), GroupedProduct(weights, True).lying(1)
             stack = torch.stack([*weights]) if lying is None else lying
-            kept = squares_of_each(domain, stack, is_kept or not transposed)
+            kept = squares(domain, stack.flatten(0, 1), True, is_kept or not transposed, n)
             if is_kept:
                 first.stacked = kept
         numbers, scales = (kept.rows, kept.inverse) if transposed else (kept.columns, kept.inverse_of_columns)

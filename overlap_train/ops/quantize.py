@@ -102,10 +102,11 @@ def _with_columns(domain: OverlapDomain, made: Quantized) -> Quantized:
 
 
 def turned_scales(inverse: torch.Tensor, m: int, k: int) -> torch.Tensor:
-    """Inverse scales of the squares of a matrix [m, k], for its columns; see Quantized."""
-    turned = inverse.new_zeros(k // 128, -(-m // 512) * 4)
-    turned[:, : m // 128] = inverse[:, : k // 128].t()
-    return turned
+    """Inverse scales of the squares of matrices [m, k], one below the other, for their columns; see Quantized."""
+    squares, pieces = m // 128, k // 128
+    turned = inverse.new_zeros(len(inverse) // squares, pieces, -(-m // 512) * 4)
+    turned[..., :squares] = inverse[:, :pieces].view(-1, squares, pieces).mT
+    return turned.flatten(0, 1)
 
 
 def largest(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_squares_of_each_expert_are_its_own(n: int, k: int) -> None:
     stack = torch.randint(-15, 16, (3, n, k), generator=torch.Generator().manual_seed(n)).float()
     for domain in (CPU, INTERPRETED):
         made, ones = (
-            blocks.squares_of_each(domain, stack, True),
+            blocks.squares(domain, stack.flatten(0, 1), True, True, n),
             [blocks.squares(domain, w, True, True) for w in stack],
         )
         for name, found in made._asdict().items():
