@@ -136,14 +136,14 @@ def _plan(domain: Domain, spec: Any, config: OverlapConfig, x: torch.Tensor, w: 
 
 
 @contextmanager
-def _watched(device: int) -> Iterator[tuple[list[str], list[Any], list[str]]]:
-    """(kernels that were started, launches, the kernels that these have compiled) as on a Hopper GPU of this number, for which
-    Triton has compiled nothing."""
+def _watched(device: int) -> Iterator[tuple[list[str], list[str], list[str]]]:
+    """(kernels that were started, those that were launched, the kernels that these have compiled) as on a Hopper GPU of this
+    number, for which Triton has compiled nothing."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     started: list[str] = []
-    launches: list[Any] = []
+    launches: list[str] = []
     late: list[str] = []
 
     def compile_once(key: str, compile_fn: Any) -> SimpleNamespace:
@@ -157,7 +157,8 @@ def _watched(device: int) -> Iterator[tuple[list[str], list[Any], list[str]]]:
             and {name for names in one.replaced for name in names} <= one.arguments.keys()
         )
         before = len(started)
-        launches.append(under_test.compiled(one.kernel, one.grid, one.arguments, one.constants))
+        under_test.compiled(one.kernel, one.grid, one.arguments, one.constants)
+        launches.append(one.kernel.fn.__name__)
         late.extend([one.kernel.fn.__name__] * (len(started) - before))
 
     card = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
@@ -259,10 +260,10 @@ def test_nothing_is_compiled_for_what_is_not_sent() -> None:
     assert not launches_of(domain, plan, x, w, None)
 
 
-def _compiled_experts(has_probs: bool, fp8: str) -> tuple[int, list[str]]:
-    """The first and last of these, of kernels of experts."""
+def _compiled_experts(has_probs: bool, fp8: str) -> tuple[int, int, list[str]]:
+    """(kernels of experts that were started ahead, waits, kernels that were late)."""
     (n, k), here, bf16 = (256, 128), 2, torch.bfloat16
-    with _watched(100 + has_probs + 2 * (fp8 != "off")) as (started, _, late):
+    with _watched(100 + has_probs + 2 * (fp8 != "off")) as (started, launches, late):
         domain, weights = Domain(), [torch.zeros(n, k, dtype=bf16)] * here
         request, config = Request("dispatch_linear", "", 1 << 19), OverlapConfig(method="fused", fp8=fp8)
         plan = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, bf16, request, None, here)
@@ -282,8 +283,8 @@ def _compiled_experts(has_probs: bool, fp8: str) -> tuple[int, list[str]]:
             of_dispatch, of_combine = (numbers, None) if transposed else (None, numbers)
             with domain.operator(tag, 2):
                 plan.fprop.start(domain, tag, routing, x, of_dispatch, False).matmul(product)
-                plan.dgrad.start(domain, tag, routing, a, product, of_combine)
-    return ahead, late
+                plan.dgrad.start(domain, tag, routing, a, product, of_combine).finish()
+    return ahead, launches.count("wait_kernel"), late
 
 
 @pytest.mark.parametrize("fp8", ["off", "blockwise"])
@@ -291,13 +292,10 @@ def _compiled_experts(has_probs: bool, fp8: str) -> tuple[int, list[str]]:
 def test_kernels_of_experts_are_compiled_ahead(compiling: ProcessPoolExecutor, has_probs: bool, fp8: str) -> None:
     """Of a routing, and of both operators, forward and backward, at the first call of either; not the small ones that wait, nor
     what rounds weights."""
-    ahead, late = compiling.submit(_compiled_experts, has_probs, fp8).result(timeout=120)
+    ahead, waits, late = compiling.submit(_compiled_experts, has_probs, fp8).result(timeout=120)
     products = 2 if fp8 != "off" and not has_probs else 4  # in fp8 all weights lie along the contraction
-    assert ahead == 3 + products and {"wait_kernel"} <= set(late) <= {
-        "wait_kernel",
-        "barrier_kernel",
-        "quantize_squares_kernel",
-    }
+    assert ahead == 3 + products and set(late) <= {"wait_kernel", "barrier_kernel", "quantize_squares_kernel"}
+    assert waits == 4, "each operator waits for all ranks, also those without rows for its tiles"
 
 
 @pytest.mark.usefixtures("hopper_gpu")
