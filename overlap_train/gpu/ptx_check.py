@@ -74,6 +74,8 @@ PROOFS: dict[str, _Proofs] = {
     "low_latency_gather_kernel": FLAGGED,
     "low_latency_scatter_kernel": FLAGGED,
     "low_latency_all_reduce_kernel": FLAGGED,
+    "all_reduce_kernel": (POLLS, (STORED_AND_COUNTED, SIGNAL)),
+    "two_shot_all_reduce_kernel": (POLLS, (STORED_AND_COUNTED, SIGNAL) * 2),
     "reduce_partials_kernel": (),  # runs after a wait kernel
     "add_blocks_kernel": (),  # so do these
     "sum_of_tokens_kernel": (),
@@ -106,7 +108,12 @@ PROOFS_WHERE: dict[str, dict[str, _Proofs]] = {
     },
 }
 # It walks its peers in a loop, which compilers leave out where there is none.
-WAITS_IN_A_LOOP = ("hopper_all_to_all_gemm_kernel", *(name for name, proofs in PROOFS.items() if proofs == FLAGGED))
+WAITS_IN_A_LOOP = (
+    "hopper_all_to_all_gemm_kernel",
+    "all_reduce_kernel",
+    "two_shot_all_reduce_kernel",
+    *(name for name, proofs in PROOFS.items() if proofs == FLAGGED),
+)
 
 
 def missing(ptx: str, name: str, constants: Mapping[str, Any]) -> tuple[str, ...] | None:

@@ -3,8 +3,8 @@
 Two shots: a GEMM + RS (gemm_rs.py), then each rank sends the sums of its rows to all. They are two operators, one after the
 other, so that no slot is wanted before it is free (group/workspace.py). What the caller multiplies in between hides the second.
 In a forward pass nothing is in between. There `fused` sends each chunk of sums on as soon as it is stored, under the product of
-the next one. Few rows take one shot: one kernel sends a rank's partial sums to all, as flagged words, and adds those of all in
-rank order. Either way the ranks have the same bits, on every run.
+the next one. Of few rows one kernel does all behind the product (low_latency.py). Either way the ranks have the same bits, on
+every run.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def all_reduced(
             if work is not None:
                 work.wait()
         return y if bias is None else y.add_(bias)
-    if plan.one_shot:
+    if plan.shots:
         with scope:
             partial = torch.mm(a_mk, b_kn)
             meanwhile()
-            return low_latency.all_reduce(domain, tag, partial, plan.fprop.sm_margin, bias)
+            return low_latency.all_reduce(domain, tag, partial, plan.shots, plan.fprop.sm_margin, bias)
     missing = -rows % domain.world_size
     a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
     if plan.fprop.shares:

@@ -64,12 +64,12 @@ def _protocol_constants(domain: OverlapDomain, call: Call) -> dict[str, Any]:
     return dict(WORLD=domain.world_size, LOCAL=domain.topology.local, CHUNKS=call.chunks)
 
 
-def grid_size(programs: int, device: torch.device, sm_margin: int) -> tuple[int]:
-    """One CTA per SM but those that are spared, or per program if there are fewer, and at least one. One in the interpreter,
-    which runs them in turn."""
+def grid_size(programs: int, device: torch.device, sm_margin: int, each: int = 1) -> tuple[int]:
+    """So many CTAs per SM but those that are spared, or one per program if there are fewer, and at least one. One in the
+    interpreter, which runs them in turn."""
     if device.type != "cuda":
         return (1,)
-    return (max(1, min(programs, multiprocessors(device) - sm_margin)),)
+    return (max(1, min(programs, each * (multiprocessors(device) - sm_margin))),)
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""The kernels of the low-latency protocol, as calls (kernels/low_latency.py): few rows are gathered, scattered or all-reduced."""
+"""Few rows are gathered, scattered or all-reduced by one kernel, beside library GEMMs: by words that carry their flag
+(kernels/low_latency.py), longer all-reduces by stores and signals (kernels/all_reduce.py)."""
 
 from __future__ import annotations
 
@@ -10,11 +11,15 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import Call
-from ..select.method import flagged_bytes
-from .launch import bias_argument, grid_size, on_a_gpu, protocol_arguments
+from ..kernels.signal_words import MAX_CHUNKS
+from ..select.method import TWO_SHOTS, WORDS, flagged_bytes, share_bytes
+from .launch import aligned, bias_argument, grid_size, on_a_gpu, protocol_arguments
 
 _WARPS = 4
 _PART = 1024  # words that a CTA sends or waits for at once: eight a thread, each 32 of which leave as one packet of 256 bytes
+# Elements that a CTA stores, or adds up, at once; its warps; CTAs of an SM, of which one stores while the other signals: 8 MiB
+# take 37 us on two H200, by one CTA of 16 warps 42, as words 70.
+_STORED, _STORING_WARPS, _STORING_CTAS = 8192, 8, 2
 _TOLD = ("rank", "signals_ptr", "epoch_ptr", "outgoing_at_ptr", "left_ptr", "abort_ptr", "record_ptr", "tag", "limit")
 
 
@@ -36,13 +41,50 @@ def scatter(
 
 
 def all_reduce(
-    domain: OverlapDomain, tag: Tag, partial: torch.Tensor, sm_margin: int, bias: torch.Tensor | None = None
+    domain: OverlapDomain, tag: Tag, partial: torch.Tensor, shots: str, sm_margin: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """partial [M, N] of every rank -> y [M, N], their sum in fp32, in rank order, then bias [N]: the same bits on every rank.
-    sm_margin: see gather."""
+    shots: see select/method.py. sm_margin: see gather."""
     y = torch.empty_like(partial)  # new_empty takes 2 microseconds more
-    _run("all_reduce", domain, tag, partial, partial, y, sm_margin, bias)
+    if shots == WORDS:
+        _run("all_reduce", domain, tag, partial, partial, y, sm_margin, bias)
+        return y
+    elements, shape, chunks = partial.numel(), partial.shape, MAX_CHUNKS  # of a block
+    if shots == TWO_SHOTS:
+        elements = share_bytes(partial.nbytes, domain.world_size) // partial.itemsize
+        shape, chunks = torch.Size((2, elements)), MAX_CHUNKS // 2
+    # The interpreter takes long for each piece.
+    piece = _STORED if on_a_gpu(domain) else 1 << max(4, (elements // 32).bit_length())
+    pieces = -(-elements // piece)
+    call = domain.workspace.open(shape, partial.dtype, tag, min(chunks, pieces))
+    values = (partial.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr())
+    key = (shots, partial.shape, sm_margin, bias is None, aligned(*values))
+    told = (shots, domain, call, partial, y, sm_margin, bias, piece, pieces)
+    call.launches.run(key, (*values, tag.word), _storing_launch, *told)
     return y
+
+
+def _storing_launch(
+    shots: str, domain: OverlapDomain, call: Call, partial: torch.Tensor, y: torch.Tensor, sm_margin: int,
+    bias: torch.Tensor | None, piece: int, pieces: int,
+) -> Launch:  # fmt: skip
+    """piece: elements. pieces: of a block."""
+    from ..kernels import all_reduce as kernels
+
+    protocol = protocol_arguments(domain, call, direct=True)
+    arguments: dict[str, Any] = dict(
+        partial_ptr=partial, bias_ptr=bias, y_ptr=y, blocks_ptr=call.blocks, memory_at_ptr=call.slot.memory_at,
+        size=partial.numel(), n=partial.shape[1], sent_ptr=call.slot.direct_counters.sent,
+        **{name: protocol[name] for name in (*_TOLD, "complete_ptr")},
+    )  # fmt: skip
+    kernel, programs = kernels.all_reduce_kernel, pieces
+    if shots == TWO_SHOTS:
+        kernel, programs = kernels.two_shot_all_reduce_kernel, pieces * max(1, domain.world_size - 1)
+        arguments |= dict(share=call.blocks[0, 0].numel(), counter_ptr=protocol["counter_ptr"])
+    constants = dict(WORLD=domain.world_size, CHUNKS=call.chunks, BLOCK=piece, TIMED=on_a_gpu(domain))
+    constants |= dict(num_warps=_STORING_WARPS)
+    replaced = (("partial_ptr",), ("y_ptr",), bias_argument(bias), ("tag",))
+    return Launch(kernel, grid_size(programs, domain.device, sm_margin, _STORING_CTAS), arguments, constants, replaced)
 
 
 def _run(

@@ -19,7 +19,9 @@ from ..group.slots import SLOTS
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
-from ..select.method import LOW_LATENCY, Method, Pass, flagged_bytes, refusal, sends_at_once
+from ..select.cost import all_reduce_us
+from ..select.method import LOW_LATENCY, TWO_SHOTS, Method, Pass, all_reduce_memory, flagged_bytes, refusal
+from ..select.system import System
 from ..select.table import Table
 from ..select.tiles import (
     HOPPER,
@@ -199,8 +201,8 @@ class Plan:
 
     rows: of all ranks, M; of experts 0, since each call has as many as it has.
 
-    Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. one_shot: ranks
-    send all their partials instead.
+    Of an operator that all-reduces all of these are the pass that does. gather: how the sums are gathered again. shots: how
+    low_latency does both in one kernel (select/method.py).
     """
 
     spec: OperatorSpec
@@ -213,7 +215,7 @@ class Plan:
     dtype: torch.dtype
     rows: int
     gather: EnginePlan | None = None
-    one_shot: bool = False
+    shots: str = ""
     amax: EnginePlan | None = None
 
     @property
@@ -293,18 +295,18 @@ def _all_reducing(
     plan = replace(planner.plan(choice, pass_, x.device, w), shares=shares)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
     world, received = topology.world, spec.slot_bytes(x, w, topology.world)
-    words = flagged_bytes(received * world, world)
-    fits = SLOTS * words <= config.symmetric_mib << 20 and refusal(spec.name, plan.kind, words) is None
-    one_shot = plan.method == LOW_LATENCY and sends_at_once(received, world) and fits
+    memory, shots = (received * (plan.method != "collective"), 0), ""
+    if plan.method == LOW_LATENCY:
+        needed, us = all_reduce_memory(received, world), all_reduce_us(received, world, System.of(x.device))
+        fits = [how for how in us if SLOTS * sum(needed[how]) <= config.symmetric_mib << 20]
+        shots = min(fits, key=us.__getitem__, default=TWO_SHOTS)
+        memory = needed[shots]
     trains_x = x.requires_grad and torch.is_grad_enabled()
-    sends = trains_x or in_forward  # a column linear sends in its backward only
-    by_words = plan.method == LOW_LATENCY and sends
-    request = Request(
-        spec.name, shapes_of(x, w), how=f"method {plan.variant}{', in one shot' * one_shot}",
-        slot_bytes=received if sends and plan.method not in ("collective", LOW_LATENCY) else 0,
-        flagged_bytes=by_words * (words if one_shot else flagged_bytes(received, world)),
-    )  # fmt: skip
-    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, one_shot)
+    if not (trains_x or in_forward):  # a column linear sends in its backward only
+        memory = (0, 0)
+    how = f"method {plan.variant}{', ' * bool(shots)}{shots}"
+    request = Request(spec.name, shapes_of(x, w), *memory, how=how)
+    return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, shots)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

@@ -169,7 +169,7 @@ def _passes(plan: Plan, x: torch.Tensor, w: torch.Tensor) -> Iterator[tuple[Engi
         yield plan.fprop, w.t()
     if wants_dx and (plan.gather is None or in_backward):
         yield plan.dgrad if w.requires_grad else plan.dgrad_alone, w
-    no_gather = plan.fprop.shares or plan.one_shot  # the pass itself sends sums, or partial sums, to all
+    no_gather = plan.fprop.shares or plan.shots  # the pass itself sends sums to all
     if plan.gather is not None and not no_gather and (wants_dx or not in_backward):
         yield plan.gather, (w if in_backward else w.t()).t()
     if plan.wgrad is not None and torch.is_grad_enabled() and w.requires_grad:
@@ -185,8 +185,8 @@ def _rehearse(
     multiplies = engine not in (plan.wgrad, plan.gather)
     is_read = engine is not plan.fprop or plan.wgrad is None  # what is received, for a weight gradient
     right, sent = _operands(plan, engine, b_kn, mine if kind.gathers else rows, ranks)
-    if plan.one_shot:
-        low_latency.all_reduce(domain, _TAG, b_kn.new_empty(rows, n), engine.sm_margin, bias)
+    if plan.shots:
+        low_latency.all_reduce(domain, _TAG, b_kn.new_empty(rows, n), plan.shots, engine.sm_margin, bias)
     elif kind.sums_blocks:
         blocks = engine.start(domain, _TAG, b_kn.new_empty(ranks, mine, k // ranks))
         if multiplies:

@@ -179,7 +179,7 @@ class Routing:
 
     def prepare(self) -> None:
         """Work out what messages want, before an operator, within which the host reads no tensor."""
-        _ = self.rows, self.places, self._place_in_message
+        _ = self.rows, self.places, self._in_message
 
     @property
     def _by_token(self) -> torch.Tensor:

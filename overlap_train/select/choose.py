@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .cost import NOISE, Estimate, reach_of, sum_us
-from .method import NAMES, Method, Pass, serving
+from .method import LOW_LATENCY, NAMES, Method, Pass, serving
 from .system import System
 from .table import Table, Winner, quickest_way
 from .tiles import HOPPER_TILE, count_waves, on_hopper
@@ -23,7 +23,8 @@ _SLOWER_HOST = 1.5
 # (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
 # layers, the library is faster in training by 1 % of a step, which bursts do not show.
 _LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
-# With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product.
+# With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product; all-reduces by `direct` 1.05 to 1.08
+# times as long as by `low_latency` where estimates are equal (2 x H200).
 _FEW_ROWS = 1024
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
 _COPIES_THAT_SHOW = 0.62
@@ -134,8 +135,10 @@ def untuned(
         else:
             one = reach.estimate(pass_, how, system, backward=pass_.kind.before_wgrad)
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
-    few = pass_.m <= _FEW_ROWS and reach.may_choose("direct")
-    how = fastest(took, "chunked" if not served or _is_narrow(pass_, system) else "direct" if few else "fused")
+    default = "chunked" if not served or _is_narrow(pass_, system) else "fused"
+    if default == "fused" and pass_.m <= _FEW_ROWS and reach.may_choose("direct"):
+        default = LOW_LATENCY if all_reduces and LOW_LATENCY in fits else "direct"
+    how = fastest(took, default)
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
     return Choice(how, f"auto: not tuned: {why}")
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .method import Method, Pass, sends_at_once
+from .method import ONE_SHOT, TWO_SHOTS, WORDS, Method, Pass
 from .system import System
 from .tiles import HOPPER_TILE, chunks_of, chunks_of_sums, count_waves, on_hopper
 
@@ -30,6 +30,7 @@ _PORTABLE_SLOWER = 1.2  # than the library's: our plain Triton kernels
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
 _BARRIER_US = 11.5
 _WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
+_SIGNAL_US = 4.0  # until stores are counted and signalled: 1 MiB takes as long as words do (2 x H200)
 _PACKED = 0.42  # the part of the memory's pace that torch's copies of blocks apart reach
 # Longer sequences come to A2A + GEMM in parts whose blocks lie apart, and `direct` copies them first.
 _MOST_SENT = 60 << 20
@@ -78,16 +79,14 @@ class Reach:
         return Estimate(us + how.barrier_first * _BARRIER_US, host_us(pass_, how, system, backward))
 
     def all_reduce(self, pass_: Pass, how: Method, system: System, in_forward: bool) -> Estimate:
-        """A scatter, and what shows of the gather of its sums. NCCL does both in one call. Words go on as words, or more of them
-        leave in place of the scatter's. All others are copies. By `fused` in a forward pass only the last chunk shows."""
+        """A scatter, and what shows of the gather of its sums. NCCL does both in one call, low_latency in one kernel; the others
+        copy. By `fused` in a forward pass only the last chunk shows."""
         scatter, sent_on = self.estimate(pass_, how, system), in_forward and how.name == "fused" and self.nodes == 1
         received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
             calls, us = 0, nccl_us
-        elif how.name == "low_latency" and sends_at_once(received, pass_.world):
-            calls, us = 0, 2 * (pass_.world - 1) * pass_.sent_bytes / (system.store_gbs * 1e3)
         elif how.name == "low_latency":
-            calls, us = _CALLS["low_latency"], _words_us(pass_, system)
+            calls, us = 0, min(all_reduce_us(received, pass_.world, system).values()) - _words_us(pass_, system)
         else:
             chunks = chunks_of_sums(pass_, system) if sent_on else 1
             calls = _CALLS["chunked"] + 2 * (pass_.world - 1) * chunks
@@ -149,6 +148,16 @@ def _packed_us(p: Pass, system: System) -> float:
 def _words_us(p: Pass, system: System) -> float:
     """The exchange of low_latency, which sends a flag with every 4 bytes."""
     return _WAY_US + 2 * p.sent_bytes / (system.store_gbs * 1e3)
+
+
+def all_reduce_us(received: int, world: int, system: System) -> dict[str, float]:
+    """The exchange of low_latency by which so many bytes of each rank are all-reduced, by how."""
+    to_all, signalled = (world - 1) * received / 1e3, _WAY_US + _SIGNAL_US
+    return {
+        WORDS: _WAY_US + 2 * to_all / system.store_gbs,
+        ONE_SHOT: signalled + to_all / system.tile_store_gbs,
+        TWO_SHOTS: 2 * (signalled + to_all / world / system.store_gbs),  # not measured
+    }
 
 
 def in_parts_us(p: Pass, system: System, chunks: int = 1, sm_margin: int = 0) -> float:

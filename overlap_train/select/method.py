@@ -30,8 +30,9 @@ LOW_LATENCY = "low_latency"
 # Of what low_latency gathers or scatters: 1024 rows of 16384 features in bf16 (Llama-3 405B). Its words are twice as large, in
 # each of three slots: 192 MiB.
 MOST_BYTES = 32 << 20
-# That one shot of an all-reduce may send beyond what two shots would: as long as a start by the figures of an H200, not measured.
-_MOST_AT_ONCE = 900_000
+# How low_latency all-reduces, in one kernel: each rank sends all partials to all others, as words with flags, or by stores with
+# signals; or each sends shares, and the sum of its own.
+WORDS, ONE_SHOT, TWO_SHOTS = "words", "one shot", "two shots"
 _WORD_BYTES, _DATA_BYTES = 8, 4  # of a word, and of its data
 
 Bucket = tuple[str, str, int, int, int, int]
@@ -186,9 +187,18 @@ def flagged_bytes(received: int, world: int) -> int:
     return world * -(-received // world // _DATA_BYTES) * _WORD_BYTES
 
 
-def sends_at_once(received: int, world: int) -> bool:
-    """Whether low_latency all-reduces `received` bytes in one shot, which saves a start of 6 us and sends more bytes."""
-    return received * (world - 1) * (world - 2) // world <= _MOST_AT_ONCE
+def share_bytes(nbytes: int, world: int) -> int:
+    """Of so many bytes those that a rank adds up in two shots: each share begins where vector stores may."""
+    return -(-nbytes // world // 256) * 256
+
+
+def all_reduce_memory(received: int, world: int) -> dict[str, tuple[int, int]]:
+    """(bytes of blocks, bytes of words) of a slot in which `received` bytes are all-reduced, by how."""
+    return {
+        WORDS: (0, flagged_bytes(world * received, world)),
+        ONE_SHOT: (world * received, 0),
+        TWO_SHOTS: (2 * world * share_bytes(received, world), 0),
+    }
 
 
 def refusal(name: str, kind: Kind, nbytes: int) -> str | None:

@@ -14,7 +14,7 @@ from overlap_train.group.memory import Request, prepare
 from overlap_train.group.registry import domain_of
 from overlap_train.group.signals import Tag
 from overlap_train.ops import low_latency
-from overlap_train.select.method import flagged_bytes
+from overlap_train.select.method import ONE_SHOT, TWO_SHOTS, WORDS, flagged_bytes
 from tests.gpu import test_mismatched_calls
 from tests.linear_cases import ALL_REDUCING, OPERATORS, SHAPES, Case, same_bits
 
@@ -44,15 +44,33 @@ def test_all_reduces_are_exact(few: Case, operator: str) -> None:
         ALL_REDUCING[operator](few, *shape, seed=seed, bias=seed % 2 == 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shots", [WORDS, ONE_SHOT, TWO_SHOTS])
+def test_all_reduces_of_any_length_are_exact(few: Case, shots: str, dtype: torch.dtype) -> None:
+    """Bits as of a sum in rank order, in fp32, rounded once."""
+    domain, tag = memory_for(few, 2 << 20), Tag("all_reduce", f"{shots} {dtype}")
+    for seed, (rows, n) in enumerate(3 * [(1, 1), (3, 7), (33, 4096), (300, 1111), (256, 2048), (512, 1024)]):
+        generator = torch.Generator(few.device).manual_seed(seed)
+        of_all = torch.randn(few.world, rows, n, generator=generator, device=few.device).to(dtype)
+        bias = torch.randn(n, generator=generator, device=few.device).to(dtype)
+        with domain.operator(tag, 1):
+            y = low_latency.all_reduce(domain, tag, of_all[few.rank], shots, 0, bias)
+        right = torch.zeros(rows, n, device=few.device)
+        for partial in of_all:
+            right += partial.float()
+        assert torch.equal(y, (right + bias.float()).to(dtype)), f"{rows} x {n}, call {seed}"
+
+
 @pytest.mark.parametrize("rows", [1, 512])
 def test_all_reduces_have_the_same_bits_on_every_rank_and_run(few: Case, rows: int) -> None:
-    """In one shot; 512 rows of four ranks in two."""
+    """As words, and, of 512 rows, by stores."""
     same_bits(few, rows)
 
 
 def memory_for(case: Case, received: int) -> OverlapDomain:
     domain = domain_of(case.group, case.config, case.device)
-    request = Request("test", f"{received} bytes", 0, flagged_bytes(received, case.world))
+    words = flagged_bytes(case.world * received, case.world)
+    request = Request("test", f"{received} bytes", case.world * (received + 256), words)
     prepare(domain, request, None, "test_low_latency")
     return domain
 

@@ -98,14 +98,16 @@ def scatters(
     return _calls(machine, run, a, b, (a @ b).sum(1).unflatten(1, (world, rows)) + bias, before)
 
 
-def all_reduces(machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None) -> Build:
-    """Calls of all_reduce(a [TILE, TILE] @ b [TILE, columns]) + bias [columns] in one shot, a and b by rank."""
+def all_reduces(
+    shots: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
+) -> Build:
+    """Calls of all_reduce(a [TILE, TILE] @ b [TILE, columns]) + bias [columns], a and b by rank. shots: see select/method.py."""
     world, bias = machine.world_size, integers(columns, seed=9)
     a, b = integers(calls, world, TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         tag, partial = planned_tag(domain, "all_reduce"), own.new_empty(TILE, columns).copy_(own @ mine)
-        return core("ops.low_latency").all_reduce(domain, tag, partial, sm_margin=0, bias=bias)
+        return core("ops.low_latency").all_reduce(domain, tag, partial, shots, 0, bias)
 
     return _calls(machine, run, a, b, ((a @ b).sum(1, keepdim=True) + bias).expand(-1, world, -1, -1), before)
 
@@ -223,6 +225,8 @@ def routings(world: int, calls: int) -> list[list[Any]]:
         counts = chosen.sum(1)
         domains = [SimpleNamespace(rank=rank) for rank in range(world)]
         found.append([core("ops.routing").Routing(chosen[domain.rank], counts, domain) for domain in domains])
+        for routing in found[-1]:
+            routing.prepare()  # before an operator, as its call does
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from overlap_train import OverlapConfig, linear_all_reduce, linear_dgrad_all_reduce, shutdown
 from overlap_train.ops.plan import Plan
-from overlap_train.select import method as methods
+from overlap_train.select.method import ONE_SHOT, TWO_SHOTS, WORDS
 from tests.linear_cases import ALL_REDUCING, SHAPES, Case, rounding_bound, same_bits
 from tests.processes import run_ranks, values
 
@@ -55,20 +55,19 @@ def test_every_shape_across_nodes(method: str, monkeypatch: pytest.MonkeyPatch) 
     assert values(run_ranks(4, _every_shape, method, names, {"node_ranks": 2}, limit_s=100)) == [2] * 4
 
 
-def _too_many_rows_for_one_shot(rank: int, world: int) -> list[bool]:
-    """Words for all partials would take more than low_latency may have; those of two shots do not."""
-    methods.MOST_BYTES = 2000  # of this process
-    case, plans = _case("low_latency"), list[Plan]()
-    for rows in (4, 16):
-        x, w = torch.ones(rows, 8), torch.ones(24, 8)
+def _shots(rank: int, world: int) -> list[str]:
+    """Of messages that get longer while slots do not: two shots take least, words most. Elements that shares do not divide."""
+    case, plans = _case("low_latency", symmetric_mib=2), list[Plan]()
+    for rows in (1, 20, 141, 266):
+        x, w = torch.full((rows, 1), rank + 1.0), torch.arange(231.0)[:, None]
         y = linear_all_reduce(x, w, group=case.group, config=case.config, on_plan=lambda plan, _: plans.append(plan))
-        assert bool((y == 8 * world).all())
-    return [plan.one_shot for plan in plans]
+        assert bool((y == torch.arange(231.0) * (world * (world + 1) // 2)).all()), plans[-1].shots
+    return [plan.shots for plan in plans]
 
 
-def test_few_rows_take_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_few_rows_are_all_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert values(run_ranks(2, _too_many_rows_for_one_shot, limit_s=60)) == [[True, False]] * 2
+    assert values(run_ranks(3, _shots, limit_s=60)) == [[WORDS, WORDS, ONE_SHOT, TWO_SHOTS]] * 3
 
 
 def _bits(rank: int, world: int, method: str) -> list[bytes]:

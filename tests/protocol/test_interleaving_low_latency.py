@@ -1,4 +1,4 @@
-"""Few rows by words with flags: the real engines and kernels under seeded schedules.
+"""Few rows, by words with flags or, all-reduced, by stores and signals: the real engines and kernels under seeded schedules.
 
 Stores of words are torn on purpose: some of a part arrive before the others (interpreter_hooks.py).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -28,27 +29,28 @@ METHOD, CALLS, EPOCH = "low_latency", "ops.low_latency", 1 << 32
 by_words: dict[str, Callable[..., Build]] = {
     "gather": partial(gathers, METHOD),
     "scatter": partial(scatters, METHOD),
-    "all-reduce": all_reduces,
+    "all-reduce": partial(all_reduces, "words"),
 }
-operators = pytest.mark.parametrize("operator", by_words)
+few_rows = by_words | {shots: partial(all_reduces, shots) for shots in ("one shot", "two shots")}
+operators = pytest.mark.parametrize("operator", few_rows)
 
 
 @operators
 def test_it_passes(operator: str) -> None:
-    assert_passes(by_words[operator](Simulation(2)), range(3))
-    assert_passes(by_words[operator](Simulation(3)), range(2))
+    assert_passes(few_rows[operator](Simulation(2)), range(3))
+    assert_passes(few_rows[operator](Simulation(3)), range(2))
 
 
 @operators
 @pytest.mark.parametrize(("world", "calls"), [(4, 2)])
 def test_so_do_more_ranks(operator: str, world: int, calls: int) -> None:
-    assert_passes(by_words[operator](Simulation(world, ctas=1), calls), range(1))
+    assert_passes(few_rows[operator](Simulation(world, ctas=1), calls), range(1))
 
 
 @operators
 def test_one_resident_cta_of_three_sends_everything_before_it_waits(operator: str) -> None:
     """Rule 4: the others start when it ends, because another kernel holds the SMs."""
-    assert_passes(by_words[operator](Simulation(2, ctas=3)), range(4), resident=1)
+    assert_passes(few_rows[operator](Simulation(2, ctas=3)), range(4), resident=1)
 
 
 @pytest.mark.parametrize("gathered_input", ["regather", "keep"])
@@ -59,7 +61,7 @@ def test_both_linears_pass_forward_and_backward(gathered_input: str) -> None:
 @operators
 @pytest.mark.parametrize("other", ["direct", "fused", "chunked"])
 def test_methods_take_turns_on_one_slot(operator: str, other: str) -> None:
-    assert_passes(by_words[operator](Simulation(2), calls=2, before=gather_and_barrier(other)), range(2))
+    assert_passes(few_rows[operator](Simulation(2), calls=2, before=gather_and_barrier(other)), range(2))
     problem = {"gather": gathers, "scatter": scatters}.get(operator)  # only words all-reduce in one call
     if problem is not None:
         assert_passes(problem(other, Simulation(2), calls=2, before=gather_and_barrier(METHOD)), range(2))
@@ -114,7 +116,7 @@ def from_epoch(operator: str, epoch: int) -> Build:
                 slot.epoch.fill_(epoch * EPOCH)
                 slot.signals[slot.signals == 0] = epoch * EPOCH  # others have come from the first call already
 
-    return by_words[operator](Simulation(2), calls=3, before=before)
+    return few_rows[operator](Simulation(2), calls=3, before=before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -139,9 +141,9 @@ def test_an_all_reduce_adds_in_rank_order_at_every_rank(
     """Likewise; then the bias."""
     partials = random_partials(world, rows, columns, dtype)
     bias = random_partials(1, 1, columns, dtype)[0, 0]
-    for added_too in (None, bias):
+    for added_too, shots in product((None, bias), ("words", "one shot", "two shots")):
         right = added([*partials], added_too)
-        results = of_each_rank(partials, lambda *told, b=added_too: core(CALLS).all_reduce(*told, sm_margin=0, bias=b))
+        results = of_each_rank(partials, lambda *told, b=added_too, s=shots: core(CALLS).all_reduce(*told, s, 0, b))
         assert all(torch.equal(result, right) for result in results)
 
 
@@ -187,7 +189,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
 }
 
 
-@operators
+@pytest.mark.parametrize("operator", by_words)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault_is_found(operator: str, fault: str) -> None:
     plant, report = FAULTS[fault]

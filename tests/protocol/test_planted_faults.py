@@ -13,7 +13,16 @@ import torch
 
 from tests.protocol import planted as hook
 from tests.protocol.explore import Build, assert_caught, assert_passes
-from tests.protocol.operator_problems import announced, combines, dispatches, gathers, scatters, to_heads, to_rows
+from tests.protocol.operator_problems import (
+    all_reduces,
+    announced,
+    combines,
+    dispatches,
+    gathers,
+    scatters,
+    to_heads,
+    to_rows,
+)
 from tests.protocol.planted import EPOCH, Plant
 from tests.protocol.simulated_nodes import NodeSimulation
 from tests.protocol.simulated_ranks import Simulation
@@ -44,6 +53,8 @@ def programs() -> dict[str, Build]:
         "GEMM+A2A direct": to_heads("direct", PROCESSES, columns=32),
         "A2A+GEMM fused": to_rows("fused", PROCESSES),
         "A2A+GEMM direct": to_rows("direct", PROCESSES),
+        "AR in one shot": all_reduces("one shot", PROCESSES),
+        "AR in two": all_reduces("two shots", PROCESSES),
         "dispatch": dispatches("chunked", PROCESSES),
         "combine": combines("chunked", PROCESSES),
         "dispatch, streams": dispatches("chunked", StreamSimulation(3)),
@@ -73,7 +84,9 @@ def with_zeros(pieces: list) -> list:
 WRONG, STOPS, ORDER, COUNTS = "wrong result", "deadlock", "at system scope", "acquires and is released"
 TELL, COUNT = ("signals", "atomic"), (".complete", "atomic")  # what kernels do to words
 GATHERS, SCATTERS = ("AG+GEMM fused", "A2A+GEMM fused"), ("GEMM+RS fused", "GEMM+A2A fused")
-DIRECT = ("AG+GEMM direct", "GEMM+RS direct", "A2A+GEMM direct")
+SHOTS = ("AR in one shot", "AR in two")
+STORED = ("AG+GEMM direct", *SHOTS)
+DIRECT = (*STORED, "GEMM+RS direct", "A2A+GEMM direct")
 STREAM = ("AG+GEMM chunked, streams", "AG+GEMM fused, streams")
 ANNOUNCED = ("AG+GEMM announced", "AG+GEMM announced, streams")
 NCCL, NVSHMEM = ("AG+GEMM, NCCL", "GEMM+RS, NCCL"), ("AG+GEMM, NVSHMEM", "GEMM+RS, NVSHMEM")
@@ -103,15 +116,15 @@ FAULTS = [
     Fault("kernel leaves the signal out", hook.accesses(*TELL, hook.masked), DIRECT, STOPS),
     Fault("kernel signals the epoch before", hook.accesses(*TELL, hook.value(lambda word: word - EPOCH)), DIRECT, ANY),
     Fault("kernel signals another call", hook.accesses(*TELL, hook.value(lambda word: word ^ 1)), DIRECT, "Mismatch"),
-    Fault("kernel signals the next chunk", hook.accesses(*TELL, hook.moved(1)), ("AG+GEMM direct",), ANY),
+    Fault("kernel signals the next chunk", hook.accesses(*TELL, hook.moved(1)), STORED, ANY),
     Fault("kernel signals relaxed", hook.accesses(*TELL, hook.ordered("RELAXED")), DIRECT, "released"),
     Fault("kernel signals at GPU scope", hook.accesses(*TELL, hook.ordered(scope="GPU")), DIRECT, "released"),
     # who waits, for what
-    Fault("wait relaxed", hook.polls(change=hook.ordered("RELAXED")), (*GATHERS, *DIRECT[:1]), ORDER),
-    Fault("wait at GPU scope", hook.polls(change=hook.ordered(scope="GPU")), (*GATHERS, *DIRECT[:1]), ORDER),
-    Fault("wait takes the epoch before", hook.polls(lambda word: word + EPOCH), GATHERS, f"{WRONG}|Mismatch"),
-    Fault("wait for the next chunk", hook.polls(change=hook.moved(1)), GATHERS, ANY),
-    Fault("wait for another rank", hook.polls(change=hook.moved(8)), GATHERS, ANY),
+    Fault("wait relaxed", hook.polls(change=hook.ordered("RELAXED")), (*GATHERS, *STORED), ORDER),
+    Fault("wait at GPU scope", hook.polls(change=hook.ordered(scope="GPU")), (*GATHERS, *STORED), ORDER),
+    Fault("wait takes the epoch before", hook.polls(lambda word: word + EPOCH), (*GATHERS, *SHOTS), f"{WRONG}|Mismatch"),
+    Fault("wait for the next chunk", hook.polls(change=hook.moved(1)), (*GATHERS, *SHOTS), ANY),
+    Fault("wait for another rank", hook.polls(change=hook.moved(8)), (*GATHERS, *SHOTS), ANY),
     Fault("wait sees another call", hook.polls(lambda word: word ^ 1), GATHERS, "Mismatch"),
     Fault("wait kernel left out", hook.left_out("wait_kernel"), (*BY_COPIES[1:], "AG+GEMM chunked, streams")),
     Fault("push does not wait for its tiles", hook.no_wait_for_tiles(), ("GEMM+RS fused, streams",)),
@@ -124,7 +137,7 @@ FAULTS = [
     Fault("operator ends before its pushes", lambda: hook.no_join(), ("AG+GEMM fused", *CHUNKED)),
     # who reuses which slot
     Fault("two slots in one place", hook.slots_overlap(2), ("AG+GEMM fused", *CHUNKED, *COUNTED)),
-    Fault("all slots in one place", hook.slots_overlap(3), ("AG+GEMM fused", *CHUNKED, *STREAM)),
+    Fault("all slots in one place", hook.slots_overlap(3), ("AG+GEMM fused", SHOTS[0], *CHUNKED, *STREAM)),
     Fault("slot of what comes first taken again", lambda: hook.taken_at_once(), ANNOUNCED, ANY),
     Fault("two slots in one place, beside what comes first", hook.slots_overlap(2), ANNOUNCED, ANY),
     # epochs
@@ -136,10 +149,11 @@ FAULTS = [
     Fault("counters not reset by a kernel that stores", hook.accesses(".direct.", "store", hook.masked), DIRECT, ANY),
     Fault("every other tile is skipped", hook.accesses(".claimed", "atomic", hook.amount(2)), (*GATHERS, *SCATTERS), ANY),
     Fault("tiles are counted twice", hook.accesses(*COUNT, hook.amount(2)), SCATTERS),
-    Fault("tiles are not counted", hook.accesses(*COUNT, hook.masked), SCATTERS, STOPS),
-    Fault("counted without barrier", hook.left_out("CTA barrier"), ("GEMM+RS fused", "GEMM+RS direct"), "CTA bar"),
-    Fault("count does not acquire", hook.accesses(*COUNT, hook.ordered("RELEASE")), ("GEMM+RS direct",), COUNTS),
-    Fault("count does not release", hook.accesses(*COUNT, hook.ordered("ACQUIRE")), ("GEMM+RS direct",), COUNTS),
+    Fault("signal before the last part", hook.accesses(*COUNT, hook.same, lambda seen: seen + 1), SHOTS),
+    Fault("tiles are not counted", hook.accesses(*COUNT, hook.masked), (*SCATTERS, *SHOTS), STOPS),
+    Fault("counted without barrier", hook.left_out("CTA barrier"), ("GEMM+RS fused", "GEMM+RS direct", *SHOTS), "CTA bar"),
+    Fault("count does not acquire", hook.accesses(*COUNT, hook.ordered("RELEASE")), ("GEMM+RS direct", *SHOTS), COUNTS),
+    Fault("count does not release", hook.accesses(*COUNT, hook.ordered("ACQUIRE")), ("GEMM+RS direct", *SHOTS), COUNTS),
     Fault("leaves relaxed", hook.accesses(".left", "atomic", hook.ordered("RELAXED")), DIRECT, "leaves with"),
     Fault("leaves without acquire", hook.accesses(".left", "atomic", hook.ordered("RELEASE")), DIRECT, "leaves with"),
     # between nodes

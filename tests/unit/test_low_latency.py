@@ -17,7 +17,16 @@ from overlap_train.ops.plan import Plan, error_on_device, make_plan
 from overlap_train.ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_REDUCE, LINEAR_REDUCE_SCATTER
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
-from overlap_train.select.method import LOW_LATENCY, MOST_BYTES, Pass, flagged_bytes, serving
+from overlap_train.select.method import (
+    LOW_LATENCY,
+    MOST_BYTES,
+    ONE_SHOT,
+    TWO_SHOTS,
+    WORDS,
+    Pass,
+    flagged_bytes,
+    serving,
+)
 from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 
@@ -43,17 +52,21 @@ def test_a_plan_asks_for_words_only() -> None:
     assert plan(8, 32, "chunked").request.flagged_bytes == 0
 
 
-def test_one_shot_is_for_few_bytes() -> None:
-    def takes_one_shot(rows: int, world: int, **settings: int) -> bool:
-        x, w = torch.empty(rows, 64, dtype=BF16, device="meta"), torch.empty(4096, 64, dtype=BF16, device="meta")
-        config = OverlapConfig(method=LOW_LATENCY, **settings)
-        return make_plan(LINEAR_ALL_REDUCE, config, UNTUNED, Topology(1, world, 0), x, w).one_shot
-
-    assert takes_one_shot(16, 8) and not takes_one_shot(64, 8), "7/4 MiB more than two shots"
-    assert takes_one_shot(1024, 2) and not takes_one_shot(8192, 2), (
-        "no more bytes than two shots; words may not be so many"
-    )
-    assert not takes_one_shot(1024, 2, symmetric_mib=64), "three slots of 32 MiB"
+@pytest.mark.parametrize(
+    ("rows", "world", "settings", "shots"),
+    [
+        (8, 8, {}, WORDS), (16, 8, {}, ONE_SHOT), (256, 8, {}, TWO_SHOTS), (64, 4, {}, ONE_SHOT), (64, 2, {}, WORDS),
+        (1024, 2, {}, ONE_SHOT), (64, 4, {"symmetric_mib": 5}, TWO_SHOTS), (64, 2, {"symmetric_mib": 5}, ONE_SHOT),
+    ],
+)  # fmt: skip
+def test_how_all_reduces_of_few_rows_go(rows: int, world: int, settings: dict[str, int], shots: str) -> None:
+    """Of 8 KiB a row: as is estimated to be fastest, in the memory that there is."""
+    x, w = torch.empty(rows, 64, dtype=BF16, device="meta"), torch.empty(4096, 64, dtype=BF16, device="meta")
+    config = OverlapConfig(method=LOW_LATENCY, **settings)
+    made = make_plan(LINEAR_ALL_REDUCE, config, UNTUNED, Topology(1, world, 0), x, w)
+    received = rows * 8192
+    memory = {WORDS: (0, 2 * world * received), ONE_SHOT: (world * received, 0), TWO_SHOTS: (2 * received, 0)}
+    assert (made.shots, (made.request.slot_bytes, made.request.flagged_bytes)) == (shots, memory[shots])
 
 
 @pytest.mark.parametrize("variable", ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
@@ -128,3 +141,18 @@ def test_each_word_is_one_access_beside_that_of_the_next_thread(
     assert len(re.findall(r"@%p\d+ ld\.volatile\.global\.b64", ptx)) == 8 and "ld.volatile.global.v" not in ptx
     used = compiling.submit(hopper_ptx.resources, ptx).result(120)
     assert "0 bytes spill stores" in used and int(re.findall(r"Used (\d+) registers", used)[0]) <= 128
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("kernel", "chunks"), [("all_reduce_kernel", 8), ("two_shot_all_reduce_kernel", 4)])
+def test_longer_all_reduces_take_16_bytes_at_once(
+    compiling: ProcessPoolExecutor, kernel: str, chunks: int, world: int
+) -> None:
+    constants = dict(WORLD=world, CHUNKS=chunks, BLOCK=8192, TIMED=True)
+    on_16 = ["partial_ptr", "y_ptr", "blocks_ptr", "size", "n", *["share"] * kernel.startswith("two")]
+    told = constants | dict(num_warps=8, divisible=tuple(on_16))
+    ptx = compiling.submit(hopper_ptx.compiled_portable, "all_reduce", kernel, **told).result(120)
+    assert missing(ptx, kernel, constants) is None
+    assert not re.findall(r"\b(?:ld|st)\.global\.b(?:16|32)\b.*%rs", ptx) and "st.global.v4" in ptx
+    assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)

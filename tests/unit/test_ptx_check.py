@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, LOCAL=2, CHUNKS=2)
 FEW_ROWS = dict(WORLD=2, PER_WORD=1, BLOCK=1024, TIMED=True)
+SHOTS = dict(WORLD=2, BLOCK=8192, TIMED=True, num_warps=8)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
     "wait_and_keep_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=2048)),
@@ -45,6 +46,8 @@ PORTABLE = {
     "low_latency_gather_kernel": ("low_latency", FEW_ROWS),
     "low_latency_scatter_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
     "low_latency_all_reduce_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
+    "all_reduce_kernel": ("all_reduce", SHOTS | {"CHUNKS": 8}),
+    "two_shot_all_reduce_kernel": ("all_reduce", SHOTS | {"CHUNKS": 4}),
 }
 PLAIN: dict[str, bool] = {}
 DEFERRED = {"DIRECT": False, "REDUCE": False}
@@ -60,6 +63,8 @@ CASES = [
     ("low_latency_gather_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
     ("low_latency_scatter_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
     ("low_latency_all_reduce_kernel", PLAIN, (SIGNAL, WORD_STORED, WORD_POLLED)),
+    ("all_reduce_kernel", PLAIN, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
+    ("two_shot_all_reduce_kernel", PLAIN, (ACQUIRE, STORE, BARRIER, COUNT, SIGNAL)),
     ("all_gather_gemm_kernel", PLAIN, (ACQUIRE,)),
     ("gemm_reduce_scatter_kernel", FUSED, (ACQUIRE, COUNT, STORE)),
     ("gemm_reduce_scatter_kernel", DEFERRED, (COUNT, STORE)),
@@ -164,6 +169,7 @@ def test_every_kernel_has_an_entry() -> None:
     files = (
         "add_blocks",
         "all_gather_gemm",
+        "all_reduce",
         "all_to_all_gemm",
         "arrivals",
         "expert_tables",
