@@ -227,13 +227,17 @@ def not_in_fp8(linear: ParallelLinear) -> str | None:
     if linear.overlap.slot == "output":
         return "not in fp8: the output layer"
     if getattr(linear.config, "fp8", None):
-        enabled = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled()
-        return None if enabled else "not in fp8: TransformerEngine leaves this layer out"
+        return None if tes_fp8_is_on() else "not in fp8: TransformerEngine leaves this layer out"
     if not linear.sequence_parallel:
         return "not in fp8: no sequence parallelism"
     if attribute(linear, "is_in_an_exchange", False):
         return "not in fp8: it exchanges over context-parallel ranks"
     return None
+
+
+def tes_fp8_is_on() -> bool:
+    """Whether what is called now is in a layer that TransformerEngine has in fp8."""
+    return bool(sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _placement_reason(linear: ParallelLinear) -> str | None:

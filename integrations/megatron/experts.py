@@ -24,7 +24,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from overlap_train import OverlapConfig, Routing, dispatch_linear, expert_routing, linear_combine
 from overlap_train.group.registry import domain_of
-from overlap_train.integrations.megatron.conditions import attribute, broken_rule
+from overlap_train.integrations.megatron.conditions import attribute, broken_rule, our_fp8, tes_fp8_is_on
 from overlap_train.integrations.megatron.linears import LinearOverlap, Model, chunks_of, derived
 from overlap_train.integrations.megatron.weight_copies import renew_stack
 from overlap_train.ops.blocks import BLOCK
@@ -46,7 +46,6 @@ _RULES = (  # what a model's config must say: setting, value, why
     ("moe_latent_size", None, "experts take the rows of the layer"),
     ("moe_apply_probs_on_input", False, "probabilities are applied in the activation"),
     ("moe_paged_stash", False, "rows stay where they are"),
-    ("fp8", None, "experts multiply in the dtype of their weights"),
     ("fp4", None, "experts multiply in the dtype of their weights"),
     ("cpu_offloading", False, "what is saved for backward stays on the GPU"),
     ("fine_grained_activation_offloading", False, "what is saved for backward stays on the GPU"),
@@ -71,14 +70,12 @@ class ExpertOverlap(LinearOverlap):
 
     def config_of_call(self, experts: Any) -> OverlapConfig:
         """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion. Of fp8
-        experts have that with scales of blocks, if these divide their weights."""
+        experts have that with scales of blocks, of ours where these divide their weights, of TransformerEngine where that is."""
         linear = linears_of(experts, "linear_fc1")[0]
         fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
-        in_fp8 = self.config.fp8 == "blockwise" and not any(
-            weight.dtype == torch.float16 or any(size % BLOCK for size in weight.shape)
-            for weight in (weights_of(experts, part)[0] for part in _PARTS)
-        )
-        return self._configs[bool(fused), "blockwise" if in_fp8 else "off"]
+        of_te = getattr(experts.config, "fp8", None)
+        asked = tes_fp8_is_on() if of_te else self.config.fp8 == "blockwise"
+        return self._configs[bool(fused), "blockwise" if asked and not _misfit_in_fp8(experts) else "off"]
 
 
 class _OverlappedExperts:
@@ -86,7 +83,7 @@ class _OverlappedExperts:
 
     def preprocess(self: Any, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
         overlap = self.overlap
-        overlap.routing, reason = None, broken_rule(self.config, _RULES) or _linear_reason(self.experts)
+        overlap.routing, reason = None, _broken_rule(self.config) or _linear_reason(self.experts)
         reason = reason or _hook_reason(overlap.modules) or _call_reason(self, hidden_states)
         if reason is not None:
             overlap.count(reason)
@@ -104,15 +101,15 @@ class _OverlappedExperts:
         routing, overlap, experts = self.overlap.routing, self.overlap, self.experts
         if routing is None:
             return super().routed_experts_compute(hidden_states, probs)  # type: ignore[misc]
+        w1, w2 = (weights_of(experts, part) for part in _PARTS)
+        for part, weights in zip(_PARTS, (w1, w2), strict=True):
+            renew_stack(linears_of(experts, part)[0], weights[0])
         for module in overlap.modules:  # nobody calls them
             for hook in module._forward_pre_hooks.values():  # by which data parallelism gathers parameters
                 hook(module)
             if attribute(module, "is_first_microbatch", False):  # as TransformerEngine's forward does
                 module.is_first_microbatch = False
         config, x = overlap.config_of_call(experts), hidden_states.reshape(-1, hidden_states.shape[-1])
-        w1, w2 = (weights_of(experts, part) for part in _PARTS)
-        for part, weights in zip(_PARTS, (w1, w2), strict=True):
-            renew_stack(linears_of(experts, part)[0], weights[0])
         y, p = dispatch_linear(
             x, w1, routing, probs, config=config, name=f"{overlap.name}.linear_fc1", on_plan=overlap.note_plan
         )
@@ -148,10 +145,11 @@ def _between(
     experts: Any, y: torch.Tensor, p: torch.Tensor | None, counts: list[int], combine: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
     """What the experts' MLP makes of y, the rows behind its first linear, with `combine` in place of its second: Megatron's own
-    forward, of a copy of the module, so that each of its activations does as it does there."""
+    forward, of a copy of the module, so that each of its activations does as it does there. Rows are not padded for fp8."""
     grouped = _is_grouped(experts)
     mlp = copy.copy(experts if grouped else experts.local_experts[0])
     vars(mlp).update(linear_fc1=_InPlace(lambda rows: rows), linear_fc2=_InPlace(combine))
+    vars(mlp).update(quantization_padding=lambda *given: given, quantization_unpadding=lambda rows, _: rows)
     z: torch.Tensor = mlp.forward(y, torch.tensor(counts), p)[0] if grouped else mlp.forward(y, p)[0]
     return z
 
@@ -178,7 +176,7 @@ def why_not_experts(layer: Any) -> str | None:
     experts, group = layer.experts, layer.ep_group
     if group.size() == 1:
         return "expert-parallel size 1: nothing to exchange"
-    broken = broken_rule(layer.config, _RULES)
+    broken = _broken_rule(layer.config)
     if broken is not None:
         return broken
     if type(layer) is not MoELayer:
@@ -194,6 +192,23 @@ def why_not_experts(layer: Any) -> str | None:
     if reason is None and hasattr(weights_of(experts, "linear_fc1")[0], "__fsdp_param__"):
         return "Megatron-FSDP owns the weights' gradients"
     return reason
+
+
+def _broken_rule(config: Any) -> str | None:
+    if getattr(config, "fp8", None) and our_fp8(config) != "blockwise":
+        asked = f"fp8={config.fp8!r}, fp8_recipe={config.fp8_recipe!r}"
+        return f"{asked}: experts have a scale for each block; set them to 'e4m3' and 'blockwise'"
+    return broken_rule(config, _RULES)
+
+
+def _misfit_in_fp8(experts: Any) -> str | None:
+    """Why experts' weights do not go in fp8 with scales of blocks, or None."""
+    for weight in (weights_of(experts, part)[0] for part in _PARTS):
+        if weight.dtype == torch.float16:
+            return "float16"
+        if any(size % BLOCK for size in weight.shape):
+            return f"weights {[*weight.shape]}, not a multiple of {BLOCK}"
+    return None
 
 
 def _linear_reason(experts: Any) -> str | None:
@@ -226,6 +241,9 @@ def _call_reason(layer: Any, x: torch.Tensor) -> str | None:
     autocast = other_autocast(x)
     if autocast is not None:
         return f"autocast to {autocast} of {x.dtype} tensors"
+    misfit = _misfit_in_fp8(layer.experts) if getattr(layer.config, "fp8", None) and tes_fp8_is_on() else None
+    if misfit is not None:
+        return f"fp8 with {misfit}"
     nodes = domain_of(layer.ep_group, layer.overlap.config, x.device).topology.nodes
     return None if nodes == 1 else f"the expert-parallel group spans {nodes} nodes"
 

@@ -164,7 +164,7 @@ def _row_of_experts(name: str, layer: Any) -> LinearReport:
         reason = overlap.fallback_calls.most_common(1)[0][0] if overlap.fallback_calls else "not called yet"
         return replace(row, method="megatron" if overlap.fallback_calls else "-", reasons=(reason,))
     ep, reasons, fp8 = f"(EP {layer.ep_group.size()})", [overlap.plan.fprop.reason], overlap.plan.config.fp8
-    if overlap.config.fp8 != "off":
+    if overlap.config.fp8 != "off" or getattr(layer.config, "fp8", None):
         reasons.append("not in fp8: experts" if fp8 == "off" else f"fp8 {fp8}")
     return replace(
         row, method=overlap.plan.fprop.method, reasons=(*reasons,),

@@ -6,13 +6,16 @@ and what is normalised.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import TENorm
@@ -27,6 +30,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import SDPACoreAttention, provide_accumulation_fusion, report
+from overlap_train.integrations.megatron.experts import weights_of
+from overlap_train.ops.quantize import Quantized
 from tests.megatron import layout
 from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, batches, optimizer_of, quietly_enable
 from tests.megatron.test_latent_attention import Core
@@ -189,6 +194,40 @@ def experts_overlap_as_sequential_and_as_grouped_linears() -> None:
             torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
             rows = [row for row in report(model).linears if "experts" in row.name]
             assert [(row.slot, row.calls) for row in rows] == [("experts", "overlapped 6")] * 2, report(model)
+
+
+def experts_in_transformer_engines_fp8_are_as_in_ours() -> None:
+    """To the bit, sequential and grouped; not in fp8 where TransformerEngine leaves a layer out. The stand-in has no fp8."""
+    state = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager
+    settings = OverlapConfig(experts=True, slots=("output",))
+    with streams_on_cpu(), patch("megatron.core.fp8_utils.get_fp8_recipe"):
+        for grouped in (False, True):
+            sizes = dict(MIXTRAL, moe_grouped_gemm=grouped, hidden_size=128, moe_ffn_hidden_size=128)
+            tes = dict(sizes, fp8="e4m3", fp8_recipe="blockwise")
+            for enabled, fp8 in ((True, "blockwise"), (False, "off")):
+                expected = train(model_of(sizes, IN_TURN, True, replace(settings, fp8=fp8)))
+                state.is_fp8_enabled.return_value = enabled
+                model = model_of(tes, IN_TURN, True, settings)
+                found = train(model)
+                assert found[0] == expected[0]
+                assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+                rows = [row for row in report(model).linears if row.slot == "experts"]
+                first = weights_of(model.decoder.layers[0].mlp.experts, "linear_fc1")[0]
+                assert isinstance(first.stacked, Quantized) == enabled  # kept for the step
+                said = "fp8 blockwise" if enabled else "not in fp8: experts"
+                assert [(row.calls, row.reason.endswith(said)) for row in rows] == [("overlapped 6", True)] * 2, report(
+                    model
+                )
+        state.is_fp8_enabled.return_value = True
+        model = model_of(dict(tes, hidden_size=64), IN_TURN, True, settings)  # stays TransformerEngine's
+        for layer in model.decoder.layers:  # of which the stand-in has no padding
+            unpadded = dict(quantization_padding=lambda *given: given, quantization_unpadding=lambda rows, _: rows)
+            vars(layer.mlp.experts).update(unpadded)
+        train(model)
+        reasons = {row.reason for row in report(model).linears if row.slot == "experts"}
+        assert reasons == {"fp8 with weights [256, 64], not a multiple of 128"}, reasons
+        with pytest.raises(ValueError, match="fp8_recipe='tensorwise': experts have a scale for each block"):
+            model_of(dict(tes, fp8="hybrid", fp8_recipe="tensorwise"), IN_TURN, True, settings)
 
 
 def shared_experts_that_hide_the_exchange_of_others_stay_megatrons() -> None:

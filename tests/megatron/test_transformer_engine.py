@@ -32,6 +32,7 @@ EXPERTS = (
     "qwen3_trains_by_all_schedules",
     "deepseek_trains_by_all_schedules",
     "experts_overlap_as_sequential_and_as_grouped_linears",
+    "experts_in_transformer_engines_fp8_are_as_in_ours",
     "shared_experts_that_hide_the_exchange_of_others_stay_megatrons",
 )
 
