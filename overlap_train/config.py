@@ -61,8 +61,8 @@ class OverlapConfig:
     method: str = _setting(
         "auto",
         "fused: one persistent kernel that waits per tile while copy engines move the data; direct: the same, but the kernel "
-        "itself stores at the peers; low_latency: for few rows, a library GEMM and one kernel that sends and receives words "
-        "with a flag each; chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; auto: chosen per shape",
+        "itself stores at the peers; low_latency: for few rows, a library GEMM and one kernel that sends and receives; "
+        "chunked: library GEMMs on shards; collective: NCCL or gloo, no overlap; auto: chosen per shape",
         METHODS,
     )
     gathered_input: str = _setting(

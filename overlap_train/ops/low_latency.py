@@ -11,7 +11,6 @@ from ..gpu.launch import Launch
 from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import Call
-from ..kernels.signal_words import MAX_CHUNKS
 from ..select.method import TWO_SHOTS, WORDS, flagged_bytes, share_bytes
 from .launch import aligned, bias_argument, grid_size, on_a_gpu, protocol_arguments
 
@@ -49,17 +48,16 @@ def all_reduce(
     if shots == WORDS:
         _run("all_reduce", domain, tag, partial, partial, y, sm_margin, bias)
         return y
-    elements, shape, chunks = partial.numel(), partial.shape, MAX_CHUNKS  # of a block
-    if shots == TWO_SHOTS:
+    elements, shape = partial.numel(), partial.shape  # of a block
+    if shots == TWO_SHOTS:  # which has a block of partials, and one of sums
         elements = share_bytes(partial.nbytes, domain.world_size) // partial.itemsize
-        shape, chunks = torch.Size((2, elements)), MAX_CHUNKS // 2
+        shape = torch.Size((2, elements))
     # The interpreter takes long for each piece.
     piece = _STORED if on_a_gpu(domain) else 1 << max(4, (elements // 32).bit_length())
-    pieces = -(-elements // piece)
-    call = domain.workspace.open(shape, partial.dtype, tag, min(chunks, pieces))
+    call = domain.workspace.open(shape, partial.dtype, tag)
     values = (partial.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr())
     key = (shots, partial.shape, sm_margin, bias is None, aligned(*values))
-    told = (shots, domain, call, partial, y, sm_margin, bias, piece, pieces)
+    told = (shots, domain, call, partial, y, sm_margin, bias, piece, -(-elements // piece))
     call.launches.run(key, (*values, tag.word), _storing_launch, *told)
     return y
 
@@ -81,10 +79,10 @@ def _storing_launch(
     if shots == TWO_SHOTS:
         kernel, programs = kernels.two_shot_all_reduce_kernel, pieces * max(1, domain.world_size - 1)
         arguments |= dict(share=call.blocks[0, 0].numel(), counter_ptr=protocol["counter_ptr"])
-    constants = dict(WORLD=domain.world_size, CHUNKS=call.chunks, BLOCK=piece, TIMED=on_a_gpu(domain))
-    constants |= dict(num_warps=_STORING_WARPS)
+    constants = dict(WORLD=domain.world_size, BLOCK=piece, TIMED=on_a_gpu(domain), num_warps=_STORING_WARPS)
     replaced = (("partial_ptr",), ("y_ptr",), bias_argument(bias), ("tag",))
-    return Launch(kernel, grid_size(programs, domain.device, sm_margin, _STORING_CTAS), arguments, constants, replaced)
+    grid = grid_size(programs, domain.device, sm_margin, 1 if sm_margin else _STORING_CTAS)  # several would spare no SM
+    return Launch(kernel, grid, arguments, constants, replaced)
 
 
 def _run(

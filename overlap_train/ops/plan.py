@@ -15,12 +15,22 @@ from ..config import OverlapConfig, flag_name
 from ..group.domain import OverlapDomain
 from ..group.memory import Request
 from ..group.signals import Tag
-from ..group.slots import SLOTS
+from ..group.slots import Layout
 from ..schedule.kinds import Kind
 from ..schedule.order import Topology, Transfers, sources, transfers_of
 from ..select.choose import Choice, alone, choose
 from ..select.cost import all_reduce_us
-from ..select.method import LOW_LATENCY, TWO_SHOTS, Method, Pass, all_reduce_memory, flagged_bytes, refusal
+from ..select.method import (
+    LOW_LATENCY,
+    MOST_BYTES,
+    TWO_SHOTS,
+    WORDS,
+    Method,
+    Pass,
+    all_reduce_memory,
+    flagged_bytes,
+    refusal,
+)
 from ..select.system import System
 from ..select.table import Table
 from ..select.tiles import (
@@ -285,8 +295,10 @@ def _all_reducing(
     measurements of scatters say half."""
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
-    in_forward = not spec.sends_input
-    choice = choose(config.method, pass_, x.device, {}, topology.nodes, all_reduces=True, in_forward=in_forward)
+    in_forward, world, received = not spec.sends_input, topology.world, spec.slot_bytes(x, w, topology.world)
+    fits = _shots_that_fit(received, world, config.symmetric_mib << 20, System.of(x.device))
+    without = () if fits else (LOW_LATENCY,)
+    choice = choose(config.method, pass_, x.device, {}, topology.nodes, True, in_forward, without)
     if config.tune_steps:
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
     shares = in_forward and choice.method == "fused" and topology.nodes == 1
@@ -294,19 +306,23 @@ def _all_reducing(
         choice = choice.by(split_reduction=False, chunks=chunks_of_sums(pass_, x.device))
     plan = replace(planner.plan(choice, pass_, x.device, w), shares=shares)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
-    world, received = topology.world, spec.slot_bytes(x, w, topology.world)
     memory, shots = (received * (plan.method != "collective"), 0), ""
     if plan.method == LOW_LATENCY:
-        needed, us = all_reduce_memory(received, world), all_reduce_us(received, world, System.of(x.device))
-        fits = [how for how in us if SLOTS * sum(needed[how]) <= config.symmetric_mib << 20]
-        shots = min(fits, key=us.__getitem__, default=TWO_SHOTS)
-        memory = needed[shots]
+        shots = fits[0] if fits else TWO_SHOTS
+        memory = all_reduce_memory(received, world)[shots]
     trains_x = x.requires_grad and torch.is_grad_enabled()
     if not (trains_x or in_forward):  # a column linear sends in its backward only
         memory = (0, 0)
     how = f"method {plan.variant}{', ' * bool(shots)}{shots}"
     request = Request(spec.name, shapes_of(x, w), *memory, how=how)
     return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, shots)
+
+
+def _shots_that_fit(received: int, world: int, most: int, system: System) -> list[str]:
+    """How low_latency may all-reduce in a heap of so many bytes, the fastest way first."""
+    memory, us = all_reduce_memory(received, world), all_reduce_us(received, world, system)
+    ways = [how for how in us if how != WORDS or memory[how][1] <= flagged_bytes(MOST_BYTES, 1)]
+    return sorted([how for how in ways if Layout(world, *memory[how]).nbytes <= most], key=us.__getitem__)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

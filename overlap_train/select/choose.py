@@ -5,7 +5,7 @@ What was measured decides (table.py), else an estimate for this GPU (cost.py); o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,12 +90,12 @@ class Choice:
 
 def choose(
     requested: str, pass_: Pass, device: torch.device | System, table: Table, nodes: int = 1, all_reduces: bool = False,
-    in_forward: bool = False,
+    in_forward: bool = False, without: Collection[str] = (),
 ) -> Choice:  # fmt: skip
     """The method for a pass: the one asked for, or for `auto` the measured winner, or the estimated one.
 
     nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;
-    in_forward: behind nothing else.
+    in_forward: behind nothing else. without: methods that `auto` does not take.
     """
     system = _system_of(pass_, device)
     winner = winner_of(pass_, system, table)
@@ -104,7 +104,7 @@ def choose(
     elif winner is not None:
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
-        choice = untuned(pass_, system, nodes, all_reduces, in_forward)
+        choice = untuned(pass_, system, nodes, all_reduces, in_forward, without)
     return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
 
 
@@ -117,16 +117,17 @@ def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winne
 
 
 def untuned(
-    pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False, in_forward: bool = False
-) -> Choice:
+    pass_: Pass, device: torch.device | System, nodes: int = 1, all_reduces: bool = False, in_forward: bool = False,
+    without: Collection[str] = (),
+) -> Choice:  # fmt: skip
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
-    estimated to be faster. all_reduces, in_forward: see choose."""
+    estimated to be faster. all_reduces, in_forward, without: see choose."""
     system, reach = System.of(device), reach_of(nodes)
     if system.type != "cuda":
         return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
     served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only
     names = [name for name in NAMES if served or not Method(name).multiplies]
-    fits = [name for name in serving(names, pass_) if reach.may_choose(name)]
+    fits = [name for name in serving(names, pass_) if reach.may_choose(name) and name not in without]
     took = {}
     for name in fits:
         how = with_options(name, pass_, system, nodes=nodes)
@@ -137,7 +138,7 @@ def untuned(
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     default = "chunked" if not served or _is_narrow(pass_, system) else "fused"
     if default == "fused" and pass_.m <= _FEW_ROWS and reach.may_choose("direct"):
-        default = LOW_LATENCY if all_reduces and LOW_LATENCY in fits else "direct"
+        default = LOW_LATENCY if all_reduces and pass_.world == 2 and LOW_LATENCY in fits else "direct"
     how = fastest(took, default)
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"
     return Choice(how, f"auto: not tuned: {why}")

@@ -11,7 +11,7 @@ collective                                         x
 pushes: the copy engine sends its blocks; pushes of skewed ranks collide. cuts: it cuts blocks into chunks, and adds a scatter's
 partials in its kernel; `whole` and `split_reduction` are options. kernels: it runs kernels of ours, which CPUs have in Triton's
 interpreter only. multiplies: it multiplies in such kernels, and not by the library. crosses: it serves groups that span nodes.
-low_latency serves short gathers and scatters only (`serving`).
+low_latency serves short gathers and scatters only (`serving`), and all-reduces.
 """
 
 from __future__ import annotations

@@ -75,6 +75,28 @@ def memory_for(case: Case, received: int) -> OverlapDomain:
     return domain
 
 
+@pytest.mark.parametrize("shots", [ONE_SHOT, TWO_SHOTS])
+def test_hundreds_of_all_reduces_of_ranks_that_are_not_in_step(few: Case, shots: str) -> None:
+    """As the next one. Integers: sums are exact in bf16."""
+    most, tag = 192, Tag("all_reduce", shots)
+    domain = memory_for(few, most * 1024 * 2)
+    x = (
+        torch.arange(most * 1024, device=few.device, dtype=torch.int32)
+        .remainder(16)
+        .to(torch.bfloat16)
+        .view(most, 1024)
+    )
+    wrong = torch.zeros((), dtype=torch.int64, device=few.device)
+    for number in range(300):
+        rows = 1 + 37 * number % most
+        if number % 50 == few.rank:
+            torch.cuda._sleep(2_000_000)
+        with domain.operator(tag, 1):
+            y = low_latency.all_reduce(domain, tag, x[:rows] + (number + few.rank) % 16, shots, 0)
+        wrong += (y != sum(x[:rows] + (number + rank) % 16 for rank in range(few.world))).sum()
+    assert int(wrong) == 0
+
+
 def test_a_thousand_calls_of_ranks_that_are_not_in_step(few: Case) -> None:
     """New numbers and another length each time; now and then one rank is a millisecond late."""
     domain, most = memory_for(few, few.world * 96 * 1024 * 2), 96

@@ -99,15 +99,24 @@ def scatters(
 
 
 def all_reduces(
-    shots: str, machine: Simulation, calls: int = CALLS, columns: int = TILE, before: Before | None = None
+    shots: str | tuple[str, ...],
+    machine: Simulation,
+    calls: int = CALLS,
+    columns: int = TILE,
+    before: Before | None = None,
 ) -> Build:
-    """Calls of all_reduce(a [TILE, TILE] @ b [TILE, columns]) + bias [columns], a and b by rank. shots: see select/method.py."""
-    world, bias = machine.world_size, integers(columns, seed=9)
-    a, b = integers(calls, world, TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
+    """Calls of all_reduce(a [TILE, TILE] @ b [TILE, columns]) + bias [columns], a and b by rank. shots: of all calls, or of each,
+    see select/method.py."""
+    world, bias, ways = (
+        machine.world_size,
+        integers(columns, seed=9),
+        (shots,) * calls if isinstance(shots, str) else shots,
+    )
+    a, b = integers(len(ways), world, TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         tag, partial = planned_tag(domain, "all_reduce"), own.new_empty(TILE, columns).copy_(own @ mine)
-        return core("ops.low_latency").all_reduce(domain, tag, partial, shots, 0, bias)
+        return core("ops.low_latency").all_reduce(domain, tag, partial, ways[domain.call], 0, bias)
 
     return _calls(machine, run, a, b, ((a @ b).sum(1, keepdim=True) + bias).expand(-1, world, -1, -1), before)
 

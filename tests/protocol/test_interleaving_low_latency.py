@@ -62,9 +62,16 @@ def test_both_linears_pass_forward_and_backward(gathered_input: str) -> None:
 @pytest.mark.parametrize("other", ["direct", "fused", "chunked"])
 def test_methods_take_turns_on_one_slot(operator: str, other: str) -> None:
     assert_passes(few_rows[operator](Simulation(2), calls=2, before=gather_and_barrier(other)), range(2))
-    problem = {"gather": gathers, "scatter": scatters}.get(operator)  # only words all-reduce in one call
+    problem = {"gather": gathers, "scatter": scatters}.get(operator)  # others all-reduce in two operators
     if problem is not None:
         assert_passes(problem(other, Simulation(2), calls=2, before=gather_and_barrier(METHOD)), range(2))
+
+
+def test_ways_to_all_reduce_take_turns_on_the_slots() -> None:
+    """Columns that pieces do not divide: shares are shorter at the end, and some chunks have no piece."""
+    ways = ("two shots", "one shot", "words", "one shot", "two shots")
+    assert_passes(all_reduces(ways, Simulation(2), columns=13), range(2))
+    assert_passes(all_reduces(ways, Simulation(3)), range(2))
 
 
 def lengths(rows: tuple[int, ...]) -> Build:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -66,6 +67,8 @@ def without_a_peer(method: str, operator: str) -> Build:
                 results.append(run(domain))
 
         def run(domain: SimulatedDomain) -> torch.Tensor:
+            if operator == "all-reduce":
+                return core("ops.low_latency").all_reduce(domain, tag_of("call"), x, method, 0)
             if operator != "scatter":
                 plan = domain.plan(method, x[:TILE], b.t()).fprop
                 gather = plan.start(domain, tag_of("call"), x[:TILE])
@@ -87,8 +90,13 @@ def without_a_peer(method: str, operator: str) -> Build:
     return build
 
 
-@pytest.mark.parametrize("operator", ["gather", "scatter"])
-@pytest.mark.parametrize("method", ["fused", "direct", "low_latency"])
+@pytest.mark.parametrize(
+    ("method", "operator"),
+    [
+        *product(("fused", "direct", "low_latency"), ("gather", "scatter")),
+        *product(("words", "one shot", "two shots"), ("all-reduce",)),
+    ],
+)
 def test_what_has_not_come_is_nan_in_the_result(operator: str, method: str) -> None:
     """The loss shows it even where nobody calls an operator or `check` any more."""
     assert_passes(without_a_peer(method, operator), range(1), spin=True)

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from overlap_train.select.method import (
     flagged_bytes,
     serving,
 )
+from overlap_train.select.system import H200, System
 from overlap_train.select.table import UNTUNED
 from tests.unit import hopper_ptx
 
@@ -52,21 +54,35 @@ def test_a_plan_asks_for_words_only() -> None:
     assert plan(8, 32, "chunked").request.flagged_bytes == 0
 
 
+def all_reducing(rows: int, world: int, n: int = 4096, **settings: Any) -> Plan:
+    x, w = torch.empty(rows, 64, dtype=BF16, device="meta"), torch.empty(n, 64, dtype=BF16, device="meta")
+    return make_plan(LINEAR_ALL_REDUCE, OverlapConfig(**settings), UNTUNED, Topology(1, world, 0), x, w)
+
+
 @pytest.mark.parametrize(
     ("rows", "world", "settings", "shots"),
     [
-        (8, 8, {}, WORDS), (16, 8, {}, ONE_SHOT), (256, 8, {}, TWO_SHOTS), (64, 4, {}, ONE_SHOT), (64, 2, {}, WORDS),
-        (1024, 2, {}, ONE_SHOT), (64, 4, {"symmetric_mib": 5}, TWO_SHOTS), (64, 2, {"symmetric_mib": 5}, ONE_SHOT),
+        (8, 8, {}, WORDS), (16, 8, {}, ONE_SHOT), (256, 8, {}, TWO_SHOTS), (16, 4, {}, WORDS), (320, 4, {}, ONE_SHOT),
+        (1024, 4, {}, TWO_SHOTS), (64, 2, {}, WORDS), (1024, 2, {}, ONE_SHOT), (64, 4, {"symmetric_mib": 5}, TWO_SHOTS),
+        (64, 2, {"symmetric_mib": 6}, ONE_SHOT), (8192, 1, {}, ONE_SHOT),
     ],
 )  # fmt: skip
 def test_how_all_reduces_of_few_rows_go(rows: int, world: int, settings: dict[str, int], shots: str) -> None:
-    """Of 8 KiB a row: as is estimated to be fastest, in the memory that there is."""
-    x, w = torch.empty(rows, 64, dtype=BF16, device="meta"), torch.empty(4096, 64, dtype=BF16, device="meta")
-    config = OverlapConfig(method=LOW_LATENCY, **settings)
-    made = make_plan(LINEAR_ALL_REDUCE, config, UNTUNED, Topology(1, world, 0), x, w)
-    received = rows * 8192
+    """Of 8 KiB a row: as is estimated to be fastest, in the memory that there is, signals included."""
+    made, received = all_reducing(rows, world, method=LOW_LATENCY, **settings), rows * 8192
     memory = {WORDS: (0, 2 * world * received), ONE_SHOT: (world * received, 0), TWO_SHOTS: (2 * received, 0)}
     assert (made.shots, (made.request.slot_bytes, made.request.flagged_bytes)) == (shots, memory[shots])
+
+
+def test_auto_takes_another_method_where_no_way_of_few_rows_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs twice the memory of a scatter here."""
+    monkeypatch.setattr(System, "of", classmethod(lambda cls, device: H200))
+    monkeypatch.setattr("overlap_train.select.choose.on_hopper", lambda *_: True)
+    roomy, tight = (all_reducing(1024, 2, n=16384, symmetric_mib=mib) for mib in (256, 128))
+    assert (roomy.fprop.method, roomy.shots) == (LOW_LATENCY, ONE_SHOT)
+    assert tight.fprop.method != LOW_LATENCY and tight.request.slot_bytes == 1024 * 16384 * 2
+    asked = all_reducing(1024, 2, n=16384, symmetric_mib=128, method=LOW_LATENCY)
+    assert asked.shots == TWO_SHOTS, "is refused for its memory, by name"
 
 
 @pytest.mark.parametrize("variable", ["CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"])
@@ -145,11 +161,9 @@ def test_each_word_is_one_access_beside_that_of_the_next_thread(
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("kernel", "chunks"), [("all_reduce_kernel", 8), ("two_shot_all_reduce_kernel", 4)])
-def test_longer_all_reduces_take_16_bytes_at_once(
-    compiling: ProcessPoolExecutor, kernel: str, chunks: int, world: int
-) -> None:
-    constants = dict(WORLD=world, CHUNKS=chunks, BLOCK=8192, TIMED=True)
+@pytest.mark.parametrize("kernel", ["all_reduce_kernel", "two_shot_all_reduce_kernel"])
+def test_longer_all_reduces_take_16_bytes_at_once(compiling: ProcessPoolExecutor, kernel: str, world: int) -> None:
+    constants = dict(WORLD=world, BLOCK=8192, TIMED=True)
     on_16 = ["partial_ptr", "y_ptr", "blocks_ptr", "size", "n", *["share"] * kernel.startswith("two")]
     told = constants | dict(num_warps=8, divisible=tuple(on_16))
     ptx = compiling.submit(hopper_ptx.compiled_portable, "all_reduce", kernel, **told).result(120)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 TILES = dict(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, GROUP_M=8, PRECISION="ieee", TIMED=True, WORLD=2, LOCAL=2, CHUNKS=2)
 FEW_ROWS = dict(WORLD=2, PER_WORD=1, BLOCK=1024, TIMED=True)
-SHOTS = dict(WORLD=2, BLOCK=8192, TIMED=True, num_warps=8)
+SHOTS = dict(WORLD=4, BLOCK=8192, TIMED=True, num_warps=8)
 PORTABLE = {
     "wait_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=1024)),
     "wait_and_keep_kernel": ("signal", dict(CHUNKS=1, TIMED=True, BLOCK=2048)),
@@ -46,8 +46,8 @@ PORTABLE = {
     "low_latency_gather_kernel": ("low_latency", FEW_ROWS),
     "low_latency_scatter_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
     "low_latency_all_reduce_kernel": ("low_latency", FEW_ROWS | {"DTYPE": "bfloat16"}),
-    "all_reduce_kernel": ("all_reduce", SHOTS | {"CHUNKS": 8}),
-    "two_shot_all_reduce_kernel": ("all_reduce", SHOTS | {"CHUNKS": 4}),
+    "all_reduce_kernel": ("all_reduce", SHOTS),
+    "two_shot_all_reduce_kernel": ("all_reduce", SHOTS),
 }
 PLAIN: dict[str, bool] = {}
 DEFERRED = {"DIRECT": False, "REDUCE": False}
@@ -127,6 +127,18 @@ def test_plain_kernels_compile_for_an_a100_and_for_blackwell(
     module, constants = PORTABLE[name]
     compiled = compiling.submit(hopper_ptx.compiled_portable, module, name, capability, **(constants | switches))
     assert missing(compiled.result(120), name, switches) is None
+
+
+@pytest.mark.parametrize(("name", "shots"), [("all_reduce_kernel", 1), ("two_shot_all_reduce_kernel", 2)])
+def test_each_signal_and_each_wait_of_an_all_reduce_is_missed(ptx_of: Ptx, name: str, shots: int) -> None:
+    """One alone. A wait that fails exchanges a word, too: that is no signal."""
+    ptx = ptx_of(name, PLAIN)
+    counts, polls = ([found.start() for found in re.finditer(what, ptx)] for what in (COUNT, ACQUIRE))
+    assert (len(counts), len(polls)) == (shots, 2 * shots)
+    signals = [(first, next(poll for poll in polls if poll > first), SIGNAL) for first in counts]
+    waits = [(first, second + 100, ACQUIRE) for first, second in zip(polls[::2], polls[1::2], strict=True)]
+    for first, end, instruction in signals + waits:
+        assert missing(ptx[:first] + re.sub(instruction, "nop", ptx[first:end]) + ptx[end:], name, PLAIN)
 
 
 SENDERS = ("hopper_all_gather_gemm_kernel", "hopper_all_to_all_gemm_kernel")
