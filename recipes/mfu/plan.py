@@ -78,6 +78,7 @@ class Plan:
     te_fp8: str = option(
         "off", "TransformerEngine's recipe, in all its variants", choices=("off", "tensorwise", "delayed", "blockwise")
     )
+    seed: int = option(1234, "of weights and the order of samples, the same for all variants", parse=positive_int_or_0)
     quick: bool = option(False, "10 steps in rounds of 2, and fewer rounds for exposed communication")
     peak_tflops: float = option(0.0, "MFU is against this; 0: the data sheet's dense bf16 figure")
     out: str = option("runs/mfu", "folder for JSON, Markdown and the picture")
@@ -147,6 +148,7 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         micro_batch_size=plan.micro_batch_size,
         global_batch_size=plan.global_batch_size or plan.micro_batch_size * max(1, ranks // (tp * plan.cp)),
         train_iters=plan.trained_steps,
+        seed=plan.seed,
         lr=3e-4,
         lr_warmup_iters=20,
         lora=plan.lora,

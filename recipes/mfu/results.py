@@ -56,7 +56,7 @@ def rows_of(found: Comparison) -> list[Row]:
         "gbs": settings.global_batch_size, "mbs": settings.micro_batch_size, "seq": settings.seq_length, "tp": settings.tp,
         "cp": settings.cp, "lora": plan.lora, "deterministic": plan.deterministic, "peak_tflops": peak,
         "weight_gradient_fusion": plan.weight_gradient_fusion, "sequence_parallel": settings.sequence_parallel,
-        "te_fp8": plan.te_fp8,
+        "te_fp8": plan.te_fp8, "seed": plan.seed,
     }  # fmt: skip
     medians = {name: statistics.median(variant.step_ms) for name, variant in found.variants.items()}
     losses = {name: per_byte(torch.stack(variant.totals)) for name, variant in found.variants.items()}

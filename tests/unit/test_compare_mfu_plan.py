@@ -13,8 +13,8 @@ def plan(line: str = "") -> Plan:
 
 
 def test_the_flags_reach_the_settings() -> None:
-    settings = settings_for(plan("--model llama3-8b --layers 3 --seq-length 512 --tp 2"), 0, 4)
-    assert (settings.num_layers, settings.seq_length, settings.tp) == (3, 512, 2)
+    settings = settings_for(plan("--model llama3-8b --layers 3 --seq-length 512 --tp 2 --seed 7"), 0, 4)
+    assert (settings.num_layers, settings.seq_length, settings.tp, settings.seed) == (3, 512, 2, 7)
     assert (settings.micro_batch_size, settings.global_batch_size) == (1, 2)  # two replicas
 
 
