@@ -138,6 +138,6 @@ def two_shot_all_reduce_kernel(
         theirs = tl.cast(source, tl.int64) * share
         inside = (place < share) & (theirs + place < size)
         values = tl.load(blocks_ptr + sums + theirs + place, mask=inside)
-        values = tl.where(tl.load(abort_ptr, volatile=True) != 0, float("nan"), values)
+        values = tl.where(tl.load(abort_ptr, volatile=True) != 0, float("nan"), values.to(tl.float32))
         tl.store(y_ptr + theirs + place, values.to(y_ptr.dtype.element_ty), mask=inside)
     finalize_epoch(left_ptr, epoch_ptr, word, WORLD)

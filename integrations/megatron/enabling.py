@@ -167,7 +167,7 @@ class Experts:
         what = next(filter(None, reasons), None)
         if what is None and not layers and not is_stage and not overlapped_expert_layers(chunks):
             what = "the model has no MoELayer of Megatron-Core"
-        leave_out = "leave out --overlap-train-experts"
+        leave_out = "or leave out --overlap-train-experts" if layers else "leave out --overlap-train-experts"
         return cls(pending, None if what is None else Problem(f"experts=True: {what}", leave_out))
 
 

@@ -197,7 +197,7 @@ def why_not_experts(layer: Any) -> str | None:
 def _broken_rule(config: Any) -> str | None:
     if getattr(config, "fp8", None) and our_fp8(config) != "blockwise":
         asked = f"fp8={config.fp8!r}, fp8_recipe={config.fp8_recipe!r}"
-        return f"{asked}: experts have a scale for each block; set them to 'e4m3' and 'blockwise'"
+        return f"{asked}: experts have a scale for each block; set it to fp8='e4m3', fp8_recipe='blockwise'"
     return broken_rule(config, _RULES)
 
 

@@ -248,13 +248,16 @@ def fprop_of(spec: OperatorSpec, config: OverlapConfig, world: int, x: torch.Ten
 
 def make_plan(
     spec: OperatorSpec, config: OverlapConfig, table: Table, topology: Topology, x: torch.Tensor, w: torch.Tensor,
+    holds: Callable[[Request], bool] | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`."""
+    """The plan of `spec` for operands like x and w, of any shape: what is wrong with them is found by `spec.error`.
+
+    holds: whether the group may have so much memory beside what it has, the same on all ranks; None: as in an empty heap."""
     device, world = x.device, topology.world
     first = fprop_of(spec, config, world, x, w)
     planner = planner_of(topology, config)
     if spec.replicated:
-        return _all_reducing(spec, config, planner, first, x, w)
+        return _all_reducing(spec, config, planner, first, x, w, holds)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
@@ -289,14 +292,17 @@ def make_plan(
 
 
 def _all_reducing(
-    spec: OperatorSpec, config: OverlapConfig, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor
-) -> Plan:
+    spec: OperatorSpec, config: OverlapConfig, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor,
+    holds: Callable[[Request], bool] | None,
+) -> Plan:  # fmt: skip
     """The plan of an operator that all-reduces. first: its forward pass, were its rows sharded. Nobody measures all-reduces, and
     measurements of scatters say half."""
     topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
     in_forward, world, received = not spec.sends_input, topology.world, spec.slot_bytes(x, w, topology.world)
-    fits = _shots_that_fit(received, world, config.symmetric_mib << 20, System.of(x.device))
+    most = config.symmetric_mib << 20
+    holds = holds or (lambda request: Layout(world, request.slot_bytes, request.flagged_bytes).nbytes <= most)
+    fits = _shots_that_fit(received, world, holds, System.of(x.device))
     without = () if fits else (LOW_LATENCY,)
     choice = choose(config.method, pass_, x.device, {}, topology.nodes, True, in_forward, without)
     if config.tune_steps:
@@ -318,11 +324,11 @@ def _all_reducing(
     return Plan(spec, config, plan, plan, plan, None, request, x.dtype, first.m, gather, shots)
 
 
-def _shots_that_fit(received: int, world: int, most: int, system: System) -> list[str]:
-    """How low_latency may all-reduce in a heap of so many bytes, the fastest way first."""
+def _shots_that_fit(received: int, world: int, holds: Callable[[Request], bool], system: System) -> list[str]:
+    """How low_latency may all-reduce in the memory that there is, the fastest way first."""
     memory, us = all_reduce_memory(received, world), all_reduce_us(received, world, system)
     ways = [how for how in us if how != WORDS or memory[how][1] <= flagged_bytes(MOST_BYTES, 1)]
-    return sorted([how for how in ways if Layout(world, *memory[how]).nbytes <= most], key=us.__getitem__)
+    return sorted([how for how in ways if holds(Request("", "", *memory[how]))], key=us.__getitem__)
 
 
 def error_on_device(plan: Plan, device: torch.device, interpreted: Callable[[], bool]) -> str | None:

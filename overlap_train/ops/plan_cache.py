@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..cache import BoundedCache, Key, Value
 from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
-from ..group.memory import Request, holds, prepare
+from ..group.memory import Request, holds, may_hold, prepare
 from ..group.registry import DOMAIN_WIDE, domain_of
 from ..select import table
 from ..select.autotune import Autotune
@@ -146,7 +146,7 @@ class PlanCache:
     ) -> Planned:
         """The plan by what is known now, in an autotune run where methods may take turns and the sizes were never measured."""
         domain = self.domain
-        plan = make_plan(spec, config, self.table, domain.topology, x, w)
+        plan = make_plan(spec, config, self.table, domain.topology, x, w, partial(may_hold, domain))
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(domain, plan, trains)
         if not (tries and config.tune_steps and trains) or spec.replicated:
@@ -163,7 +163,7 @@ class PlanCache:
                 continue
             mine = rows // world if spec.sends_input and not spec.replicated else rows
             x = w.new_empty(()).expand(mine, w.shape[-1]).requires_grad_()
-            plan = make_plan(spec, config, self.table, self.domain.topology, x, w)
+            plan = make_plan(spec, config, self.table, self.domain.topology, x, w, partial(may_hold, self.domain))
             if self._error(spec, (x, w, bias), config, spec.name) is None and error_here(plan, self.domain) is None:
                 found[key] = plan, (x, w, bias)
         return list(found.values())

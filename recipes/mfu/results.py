@@ -103,7 +103,7 @@ def write(plan: Plan, rows: list[Row], world: World) -> str:
     )
     notes = [
         f"{row['gpus']} ranks, TP {row['tp']}, CP {row['cp']}, sequence {row['seq']}, {row['gbs']} samples a step in "
-        f"micro-batches of {row['mbs']}; weight-gradient fusion: {plan.weight_gradient_fusion}; {peak}",
+        f"micro-batches of {row['mbs']}; weight-gradient fusion: {plan.weight_gradient_fusion}; seed {plan.seed}; {peak}",
         f"{plan.steps} steps or more in rounds of {plan.round_steps}, variants in turns; median of rounds, slowest rank",
     ]
     if plan.lora:

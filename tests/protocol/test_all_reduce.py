@@ -65,6 +65,23 @@ def _shots(rank: int, world: int) -> list[str]:
     return [plan.shots for plan in plans]
 
 
+def _long_then_short(rank: int, world: int) -> list[str]:
+    """In memory that holds no words beside the long one's blocks, but in these a shorter one's. In bf16."""
+    case, plans, w = _case("low_latency", symmetric_mib=8), list[Plan](), (torch.arange(1000) % 8).bfloat16()
+    for rows in (660, 120):
+        x = torch.full((rows, 1), rank + 1.0).bfloat16()
+        y = linear_all_reduce(
+            x, w[:, None], group=case.group, config=case.config, on_plan=lambda plan, _: plans.append(plan)
+        )
+        assert bool((y == w * (world * (world + 1) // 2)).all()), plans[-1].shots
+    return [plan.shots for plan in plans]
+
+
+def test_an_all_reduce_goes_as_fits_beside_what_the_group_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert values(run_ranks(4, _long_then_short, limit_s=100)) == [[TWO_SHOTS, ONE_SHOT]] * 4
+
+
 def test_how_few_rows_are_all_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert values(run_ranks(3, _shots, limit_s=60)) == [[WORDS, WORDS, ONE_SHOT, TWO_SHOTS]] * 3
