@@ -170,8 +170,9 @@ def _agree(agreement: Agreement, mine: FirstCall) -> None:
 
 def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
     """Where this rank and another one differ, in words with a way out, or None. whose: "rank 1 of the group"."""
-    is_same = (theirs.request.operator, theirs.request.shapes) == (mine.request.operator, mine.request.shapes)
-    if theirs.request != mine.request and not (is_same and theirs.terms != mine.terms):  # which may decide how
+    same_shapes = (theirs.request.operator, theirs.request.shapes) == (mine.request.operator, mine.request.shapes)
+    other_memory = theirs.terms.get("symmetric_mib") != mine.terms.get("symmetric_mib")  # which may decide how
+    if theirs.request != mine.request and not (same_shapes and other_memory):
         return (
             f"this rank has {mine.request.operator} of {mine.request.what}, {whose} has {theirs.name}: "
             f"{theirs.request.operator} of {theirs.request.what}; all ranks of a group must call the same operator with the same "

@@ -82,6 +82,20 @@ def test_an_all_reduce_goes_as_fits_beside_what_the_group_has(monkeypatch: pytes
     assert values(run_ranks(4, _long_then_short, limit_s=100)) == [[TWO_SHOTS, ONE_SHOT]] * 4
 
 
+def _other_memory(rank: int, world: int) -> str:
+    config = OverlapConfig(method="low_latency", symmetric_mib=3 + 20 * rank)
+    with pytest.raises(ValueError) as caught:
+        linear_all_reduce(torch.ones(100, 3), torch.ones(1000, 3), group=dist.group.WORLD, config=config)
+    return str(caught.value)
+
+
+def test_ranks_with_other_memory_hear_of_that_and_not_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides how the sums go."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for said in values(run_ranks(2, _other_memory, limit_s=60)):
+        assert "symmetric_mib=3" in said and "symmetric_mib=23" in said and "rows" not in said, said
+
+
 def test_how_few_rows_are_all_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert values(run_ranks(3, _shots, limit_s=60)) == [[WORDS, WORDS, ONE_SHOT, TWO_SHOTS]] * 3
