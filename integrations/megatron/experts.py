@@ -69,8 +69,8 @@ class ExpertOverlap(LinearOverlap):
         self.count(overflow)
 
     def config_of_call(self, experts: Any) -> OverlapConfig:
-        """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion. Of fp8
-        experts have that with scales of blocks, of ours where these divide their weights, of TransformerEngine where that is."""
+        """Weight gradients go into main_grad only where Megatron's own go there: under gradient accumulation fusion. Products are
+        in fp8 where blocks divide the weights, and OverlapConfig asks for blockwise or TransformerEngine has the layer in fp8."""
         linear = linears_of(experts, "linear_fc1")[0]
         fused = attribute(linear, "fuse_wgrad_accumulation", attribute(linear, "gradient_accumulation_fusion", False))
         of_te = getattr(experts.config, "fp8", None)
@@ -197,7 +197,7 @@ def why_not_experts(layer: Any) -> str | None:
 def _broken_rule(config: Any) -> str | None:
     if getattr(config, "fp8", None) and our_fp8(config) != "blockwise":
         asked = f"fp8={config.fp8!r}, fp8_recipe={config.fp8_recipe!r}"
-        return f"{asked}: experts have a scale for each block; set it to fp8='e4m3', fp8_recipe='blockwise'"
+        return f"{asked}: experts have a scale for each block; set fp8='e4m3' and fp8_recipe='blockwise'"
     return broken_rule(config, _RULES)
 
 

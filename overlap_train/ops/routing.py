@@ -66,10 +66,8 @@ class Routing:
         self.world_size, (self.tokens_here, self.experts), self.device = len(counts), chosen.shape, chosen.device
         self._room = min(_ROWS_OF_A_TOKEN, self.experts) * self.tokens_here
         self._tables_begun: Tables | None = None
-        if of_blocks is None:
-            self._rows_begun = _placed_by_torch(
-                chosen
-            )  # at once, as on GPUs: the caller may write to chosen afterwards
+        if of_blocks is None:  # at once, as on GPUs: the caller may write to chosen afterwards
+            self._rows_begun = _placed_by_torch(chosen)
         else:
             self._counts_there, self._arrival = _on_its_way(counts)
             self._rows_begun = place_rows(domain.launches, chosen, of_blocks, self._room)

@@ -23,8 +23,7 @@ _SLOWER_HOST = 1.5
 # (microseconds, how many times as long one side of the weight is as the other): where both are at least these, as in output
 # layers, the library is faster in training by 1 % of a step, which bursts do not show.
 _LONG_AND_NARROW = ((6000.0, 4), (3000.0, 6))
-# With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product; all-reduces by `direct` 1.05 to 1.08
-# times as long as by `low_latency` where estimates are equal (2 x H200).
+# With so few rows `fused` took up to 1.11 times as long as `direct`, whatever the product.
 _FEW_ROWS = 1024
 # Where copies take more than this part of the GEMM's time, each push costs more than chunks shorten the tail.
 _COPIES_THAT_SHOW = 0.62
@@ -138,6 +137,7 @@ def untuned(
         took[Method(name)] = Estimate(one.device_us, _SLOWER_HOST * one.host_us)
     default = "chunked" if not served or _is_narrow(pass_, system) else "fused"
     if default == "fused" and pass_.m <= _FEW_ROWS and reach.may_choose("direct"):
+        # Where estimates are equal `direct` took 1.05 to 1.08 times as long as `low_latency`; timed on two ranks only.
         default = LOW_LATENCY if all_reduces and pass_.world == 2 and LOW_LATENCY in fits else "direct"
     how = fastest(took, default)
     why = f"estimated for {system.name}" if served else "no Hopper kernel for this GPU, dtype or shape"

@@ -107,11 +107,8 @@ def all_reduces(
 ) -> Build:
     """Calls of all_reduce(a [TILE, TILE] @ b [TILE, columns]) + bias [columns], a and b by rank. shots: of all calls, or of each,
     see select/method.py."""
-    world, bias, ways = (
-        machine.world_size,
-        integers(columns, seed=9),
-        (shots,) * calls if isinstance(shots, str) else shots,
-    )
+    world, bias = machine.world_size, integers(columns, seed=9)
+    ways = (shots,) * calls if isinstance(shots, str) else shots
     a, b = integers(len(ways), world, TILE, TILE, seed=3), integers(world, TILE, columns, seed=4)
 
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
