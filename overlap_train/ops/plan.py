@@ -40,7 +40,6 @@ from ..select.tiles import (
     PORTABLE,
     TileConfig,
     chunks_of,
-    chunks_of_sums,
     on_hopper,
     portable_tile,
     tma_reads_weight,
@@ -309,7 +308,7 @@ def _all_reducing(
         choice = replace(choice, why=f"{choice.why}; tune_steps measures no all-reduce")
     shares = in_forward and choice.method == "fused" and topology.nodes == 1
     if shares:
-        choice = choice.by(split_reduction=False, chunks=chunks_of_sums(pass_, x.device))
+        choice = choice.by(split_reduction=False)
     plan = replace(planner.plan(choice, pass_, x.device, w), shares=shares)
     gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
     memory, shots = (received * (plan.method != "collective"), 0), ""

@@ -20,7 +20,7 @@ import torch
 
 from .method import ONE_SHOT, TWO_SHOTS, WORDS, Method, Pass
 from .system import System
-from .tiles import HOPPER_TILE, chunks_of, chunks_of_sums, count_waves, on_hopper
+from .tiles import HOPPER_TILE, chunks_of, count_waves, on_hopper
 
 _LIBRARY_TILES = ((128, 256, 1.0), (128, 192, 0.95), (128, 128, 0.88))  # rows, columns, and their speed
 # More than two measurements of one thing differ by in a burst (SAME), since in a layer the order may change.
@@ -30,7 +30,7 @@ _PORTABLE_SLOWER = 1.2  # than the library's: our plain Triton kernels
 _UNFILLED = 2.0  # times as long as other tiles: one whose rows are of several ranks
 _BARRIER_US = 11.5
 _WAY_US = 6.0  # of a store to a peer, and of the poll that sees it
-_SIGNAL_US = 4.0  # until stores are counted and signalled: 1 MiB takes as long as words do (2 x H200)
+_SIGNAL_US = 3.0  # until stores are counted and signalled (2 x H200)
 _PACKED = 0.42  # the part of the memory's pace that torch's copies of blocks apart reach
 # Longer sequences come to A2A + GEMM in parts whose blocks lie apart, and `direct` copies them first.
 _MOST_SENT = 60 << 20
@@ -88,7 +88,7 @@ class Reach:
         elif how.name == "low_latency":
             calls, us = 0, min(all_reduce_us(received, pass_.world, system).values()) - _words_us(pass_, system)
         else:
-            chunks = chunks_of_sums(pass_, system) if sent_on else 1
+            chunks = chunks_of(how, pass_, system) if sent_on else 1
             calls = _CALLS["chunked"] + 2 * (pass_.world - 1) * chunks
             us = max(_push_us(pass_, system, 1), nccl_us) / chunks + system.wait_us + sum_us(system, 2 * received)
         return Estimate(scatter.device_us + us, scatter.host_us + calls * system.host_call_us)
@@ -155,8 +155,8 @@ def all_reduce_us(received: int, world: int, system: System) -> dict[str, float]
     to_all, signalled = (world - 1) * received / 1e3, _WAY_US + _SIGNAL_US
     return {
         WORDS: _WAY_US + 2 * to_all / system.store_gbs,
-        ONE_SHOT: signalled + to_all / system.tile_store_gbs,
-        TWO_SHOTS: 2 * (signalled + to_all / world / system.store_gbs),  # as slowly as words: not measured
+        ONE_SHOT: signalled + to_all / system.tile_store_gbs + sum_us(system, (world + 1) * received),
+        TWO_SHOTS: 2 * (_WAY_US + to_all / world / system.tile_store_gbs) + sum_us(system, 2 * received),
     }
 
 

@@ -132,8 +132,7 @@ class Method:
     split_reduction: `fused` leaves a scatter's partials to a second kernel, after what its caller does meanwhile: a column
     linear's weight gradient. Own rows may then share tiles with those of peers, which can save a wave of tiles, or half of one.
     barrier_first: the ranks meet before they begin, because the pushes of skewed ranks collide.
-    chunks: one of CHUNK_COUNTS, where a group spans nodes or sums are sent on: into how many each block is cut. 0: as many as
-    the plan works out.
+    chunks: one of CHUNK_COUNTS, where a group spans nodes: into how many each block is cut. 0: as many as the plan works out.
     """
 
     name: str

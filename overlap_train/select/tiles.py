@@ -13,7 +13,8 @@ from .system import System
 
 HOPPER, PORTABLE, LIBRARY = "hopper", "portable", "library"  # whose kernels multiply: Gluon's, plain Triton's, cuBLAS'
 
-# A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB.
+# A push takes the copy engine about 5 microseconds beside the copy itself, in which it would move 2 MB; and a wave of tiles fills
+# 8 MiB, so that shorter chunks of sums are done no sooner (GEMM + AR by halves of it takes 1 to 5 % longer, 2 x H200).
 SHORTEST_COPY = 8 << 20
 # A chunk that kernels store themselves costs no host time, but its rows read all of b: 8 rows of tiles share that in L2.
 SHORTEST_DIRECT = 1024  # rows
@@ -89,13 +90,6 @@ def chunks_of(how: Method, pass_: Pass, device: System | torch.device) -> int:
     # Of A2A + GEMM every tile waits for a chunk, and the first one counts.
     most = 8 if pass_.kind.sums_blocks else 4
     return chunk_count(m_shard, pass_.row_bytes, on_gpu, most, may_cost=spare)
-
-
-def chunks_of_sums(pass_: Pass, device: System | torch.device) -> int:
-    """Into how many chunks a block of sums is cut that is sent on. Only the last chunk shows, so chunks are half as long as
-    else."""
-    m_shard = max(1, pass_.m // pass_.world)
-    return chunk_count(m_shard, pass_.row_bytes, device.type == "cuda", 8, SHORTEST_COPY // 2, may_cost=1)
 
 
 @functools.cache

@@ -62,8 +62,8 @@ def all_reducing(rows: int, world: int, n: int = 4096, **settings: Any) -> Plan:
 @pytest.mark.parametrize(
     ("rows", "world", "settings", "shots"),
     [
-        (8, 8, {}, WORDS), (16, 8, {}, ONE_SHOT), (256, 8, {}, TWO_SHOTS), (16, 4, {}, WORDS), (320, 4, {}, ONE_SHOT),
-        (1024, 4, {}, TWO_SHOTS), (64, 2, {}, WORDS), (1024, 2, {}, ONE_SHOT), (64, 4, {"symmetric_mib": 5}, TWO_SHOTS),
+        (8, 8, {}, WORDS), (16, 8, {}, ONE_SHOT), (256, 8, {}, TWO_SHOTS), (16, 4, {}, WORDS), (48, 4, {}, ONE_SHOT),
+        (1024, 4, {}, TWO_SHOTS), (64, 2, {}, WORDS), (1024, 2, {}, ONE_SHOT), (2048, 2, {}, TWO_SHOTS), (64, 4, {"symmetric_mib": 5}, TWO_SHOTS),
         (64, 2, {"symmetric_mib": 6}, ONE_SHOT), (8192, 1, {}, ONE_SHOT),
     ],
 )  # fmt: skip
@@ -79,7 +79,7 @@ def test_auto_takes_another_method_where_no_way_of_few_rows_has_memory(monkeypat
     monkeypatch.setattr(System, "of", classmethod(lambda cls, device: H200))
     monkeypatch.setattr("overlap_train.select.choose.on_hopper", lambda *_: True)
     roomy, tight = (all_reducing(1024, 2, n=16384, symmetric_mib=mib) for mib in (256, 128))
-    assert (roomy.fprop.method, roomy.shots) == (LOW_LATENCY, ONE_SHOT)
+    assert (roomy.fprop.method, roomy.shots) == (LOW_LATENCY, TWO_SHOTS)
     assert tight.fprop.method != LOW_LATENCY and tight.request.slot_bytes == 1024 * 16384 * 2
     asked = all_reducing(1024, 2, n=16384, symmetric_mib=128, method=LOW_LATENCY)
     assert asked.shots == TWO_SHOTS, "is refused for its memory, by name"
