@@ -1,7 +1,6 @@
-"""Which of a rank's tokens go where, and what the kernels of experts are told of one call's rows (ops/expert_tables.py says what
-each table has). The GPU works it out while the host waits for the number of rows that it has to make room for.
+"""What the kernels of experts are told of one call's rows (ops/expert_tables.py says what each table has). The GPU works it out
+while the host waits for the number of rows that it has to make room for.
 
-chosen [T, E]     not 0 for each expert of each of this rank's tokens
 counts [W, E]     rows by rank and expert; rank r has experts r E/W to (r+1) E/W
 """
 
@@ -18,57 +17,6 @@ FIRST_PIECES = tl.constexpr(words.FIRST_PIECES)
 MAX_CHUNKS = tl.constexpr(words.MAX_CHUNKS)
 PIECE = tl.constexpr(words.PIECE)
 AT_ONCE = tl.constexpr(32)  # pairs or pieces that a program works out at once
-
-
-@triton.jit
-def _chosen_by(chosen_ptr, first, tokens, experts, COUNT: tl.constexpr, BLOCK_E: tl.constexpr):
-    """int32 [COUNT, BLOCK_E], 1 where it is chosen, of the tokens from `first` on."""
-    token, expert = first + tl.arange(0, COUNT), tl.arange(0, BLOCK_E)
-    inside = (token < tokens)[:, None] & (expert < experts)[None, :]
-    chosen = tl.load(chosen_ptr + token.to(tl.int64)[:, None] * experts + expert[None, :], mask=inside, other=0)
-    return (chosen != 0).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["tokens", "experts"])
-def count_rows_kernel(chosen_ptr, of_blocks_ptr, tokens, experts, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr):
-    """of_blocks [cdiv(T, BLOCK_T), E]: the rows that each block of tokens has for each expert. A program for each block."""
-    block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
-    chosen = _chosen_by(chosen_ptr, block * BLOCK_T, tokens, experts, BLOCK_T, BLOCK_E)
-    tl.store(of_blocks_ptr + block * experts + expert, tl.sum(chosen, 0), mask=expert < experts)
-
-
-@triton.jit(do_not_specialize=["tokens", "experts", "blocks", "most"])
-def place_rows_kernel(chosen_ptr, of_blocks_ptr, tokens_ptr, places_ptr, by_token_ptr, ends_ptr, blocks, tokens, experts, most,
-                      BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, PART_T: tl.constexpr):  # fmt: skip
-    """Of each row in sent order, which is by expert, then token, its token, and its place in chosen: [most] each. by_token
-    [most]: rows by token, then expert; ends [T + 1]: where each token's begin there, and the last one's end. A program for each
-    block of tokens, which takes PART_T at once."""
-    block, expert = tl.program_id(0), tl.arange(0, BLOCK_E)
-    before, total = tl.zeros((BLOCK_E,), tl.int32), tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, blocks, PART_T):
-        number = start + tl.arange(0, PART_T)
-        inside = (number < blocks)[:, None] & (expert < experts)[None, :]
-        rows = tl.load(of_blocks_ptr + number[:, None] * experts + expert[None, :], mask=inside, other=0)
-        total += tl.sum(rows, 0)
-        before += tl.sum(tl.where((number < block)[:, None], rows, 0), 0)
-    first_of_expert = tl.cumsum(total, 0) - total
-    for part in range(BLOCK_T // PART_T):
-        first = block * BLOCK_T + part * PART_T
-        token = first + tl.arange(0, PART_T)
-        chosen = _chosen_by(chosen_ptr, first, tokens, experts, PART_T, BLOCK_E)
-        row = (first_of_expert + before)[None, :] + tl.cumsum(chosen, 0) - chosen
-        of_token = tl.sum(chosen, 1)
-        end = tl.sum(before, 0) + tl.cumsum(of_token, 0)
-        in_order = (end - of_token)[:, None] + tl.cumsum(chosen, 1) - chosen
-        is_row = (chosen != 0) & (row < most)
-        place = token.to(tl.int64)[:, None] * experts + expert[None, :]
-        tl.store(places_ptr + row, place, mask=is_row)
-        tl.store(tokens_ptr + row, place // experts, mask=is_row)
-        tl.store(by_token_ptr + in_order, row.to(tl.int64), mask=(chosen != 0) & (in_order < most))
-        tl.store(ends_ptr + 1 + token, end.to(tl.int64), mask=token < tokens)
-        before += tl.sum(chosen, 0)
-    if block == 0:
-        tl.store(ends_ptr, tl.zeros((), tl.int64))
 
 
 @triton.jit

@@ -23,7 +23,6 @@ from .group.domain import profiled
 from .group.registry import domain_of
 from .linear import applied, once_differentiable, run_eagerly
 from .ops.blocks import packed_rows, unpacked_rows
-from .ops.expert_tables import count_rows
 from .ops.experts import ExpertCall, routing_op
 from .ops.grouped import BlockProduct, GroupedProduct
 from .ops.grouped_wgrad import add_grouped
@@ -65,12 +64,11 @@ def expert_routing(
         raise RuntimeError(
             f"{name}: a CUDA graph is being captured, and the host has to wait for how many rows there are; leave experts out"
         )
-    op, experts = routing_op(experts, domain, config, name), experts.contiguous()
+    op = routing_op(experts, domain, config, name)
     with op.forward, torch.no_grad():
-        of_blocks = count_rows(domain.launches, experts) if experts.is_cuda else None
-        counts = (experts if of_blocks is None else of_blocks).sum(0, dtype=torch.int32)
+        counts = experts.sum(0, dtype=torch.int32)
         of_ranks = op.plan.fprop.start(domain, op.tags.fprop, counts.view(1, -1)).gathered_copy()
-        return Routing(experts, of_ranks, domain, of_blocks)
+        return Routing(experts, of_ranks, domain)
 
 
 def dispatch_linear(

@@ -83,8 +83,6 @@ PROOFS: dict[str, _Proofs] = {
     "sum_of_tokens_kernel": (),
     "count_arrivals_kernel": ((ACQUIRE,),),
     "amax_kernel": (),  # these touch nothing that is shared
-    "count_rows_kernel": (),
-    "place_rows_kernel": (),
     "expert_tables_kernel": (),
     "quantize_kernel": (),
     "quantize_pieces_kernel": (),

@@ -28,8 +28,6 @@ _BLOCK_M = HOPPER_TILE.block_m
 # fill half a group of tiles that share columns. Of shorter ones each expert's weight would be read anew for each source.
 _LONG_SEGMENT = HOPPER_TILE.group_m * _BLOCK_M // 2
 LEAST_ROWS = _BLOCK_M // HOPPER_TILE.parts  # that a strip is read from
-_TOKENS_AT_ONCE = 64
-_IN_REGISTERS = 2048  # of tokens x experts
 _PROGRAMS = 33  # that make tables: the last one fills what is small
 
 
@@ -46,40 +44,8 @@ class Tables(NamedTuple):
         return len(self.pairs) - 1
 
 
-class Rows(NamedTuple):
-    """The rows of this rank's tokens, as routing.py orders them, int64, with room for some more. tokens, places: of each row in
-    sent order its token, and its place in [T, E]. by_token: rows by token, then expert. ends [T + 1]: where each token's begin
-    there, and the last one's end."""
-
-    tokens: torch.Tensor
-    places: torch.Tensor
-    by_token: torch.Tensor
-    ends: torch.Tensor
-
-
 def chunk_count(experts_here: int) -> int:
     return min(MAX_CHUNKS, experts_here)
-
-
-def count_rows(launches: LaunchCache, chosen: torch.Tensor) -> torch.Tensor:
-    """The rows that each block of tokens of chosen, bool [T, E], contiguous, has for each expert: int32 [blocks, E], at least one
-    block."""
-    tokens, experts = chosen.shape
-    of_blocks = chosen.new_empty(max(1, -(-tokens // _TOKENS_AT_ONCE)), experts, dtype=torch.int32)
-    values = (chosen.data_ptr(), of_blocks.data_ptr(), tokens)
-    launches.run(("count rows", of_blocks.shape, values[0] % 16), values, _count_launch, chosen, of_blocks)
-    return of_blocks
-
-
-def place_rows(launches: LaunchCache, chosen: torch.Tensor, of_blocks: torch.Tensor, most: int) -> Rows:
-    """The rows of chosen, with room for `most`: what does not fit is left out. of_blocks: by count_rows."""
-    most += most % 2  # all lie on 16 bytes
-    memory = chosen.new_empty(3 * most + len(chosen) + 1, dtype=torch.int64)
-    rows = Rows(*memory.split([most, most, most, len(chosen) + 1]))
-    told = (chosen, of_blocks, *rows)
-    values = (*(tensor.data_ptr() for tensor in told), len(chosen), most)
-    launches.run(("place rows", of_blocks.shape, values[0] % 16), values, _place_launch, *told)
-    return rows
 
 
 def expert_tables(launches: LaunchCache, counts: torch.Tensor, rank: int, most_rows: int, most_pairs: int) -> Tables:
@@ -100,33 +66,6 @@ def expert_tables(launches: LaunchCache, counts: torch.Tensor, rank: int, most_r
     values = (*(tensor.data_ptr() for tensor in (counts, *tables)), most_pairs, most_pieces)
     launches.run(("expert tables", counts.shape), values, expert_tables_launch, counts, tables, rank, most_pieces)
     return tables
-
-
-def _count_launch(chosen: torch.Tensor, of_blocks: torch.Tensor) -> Launch:
-    from ..kernels.expert_tables import count_rows_kernel
-
-    arguments = dict(
-        chosen_ptr=chosen.view(torch.uint8), of_blocks_ptr=of_blocks, tokens=len(chosen), experts=chosen.shape[1]
-    )
-    replaced = (("chosen_ptr",), ("of_blocks_ptr",), ("tokens",))
-    return Launch(count_rows_kernel, (len(of_blocks),), arguments, _blocks(chosen), replaced)
-
-
-def _place_launch(chosen: torch.Tensor, of_blocks: torch.Tensor, *rows: torch.Tensor) -> Launch:
-    from ..kernels.expert_tables import place_rows_kernel
-
-    tensors = dict(chosen_ptr=chosen.view(torch.uint8), of_blocks_ptr=of_blocks)
-    tensors |= dict(zip(("tokens_ptr", "places_ptr", "by_token_ptr", "ends_ptr"), rows, strict=True))
-    numbers = dict(tokens=len(chosen), most=len(rows[0]))
-    replaced = tuple((name,) for name in (*tensors, *numbers))
-    arguments = tensors | numbers | dict(blocks=len(of_blocks), experts=chosen.shape[1])
-    constants = _blocks(chosen)
-    part = min(_TOKENS_AT_ONCE, max(1, _IN_REGISTERS // constants["BLOCK_E"]))
-    return Launch(place_rows_kernel, (len(of_blocks),), arguments, constants | dict(PART_T=part), replaced)
-
-
-def _blocks(chosen: torch.Tensor) -> dict[str, int]:
-    return dict(BLOCK_T=_TOKENS_AT_ONCE, BLOCK_E=_power_of_two(chosen.shape[1], 64), num_warps=8)
 
 
 def expert_tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_pieces: int) -> Launch:

@@ -52,9 +52,9 @@ def dispatch_and_multiply(
 ) -> None:  # fmt: skip
     """Launch the kernel that stores the rows of x [T, K], and their numbers out of fp32 [T, E], at their places in the slots of
     their experts' ranks, and fills y [R, N] with the product of what arrives in this rank's."""
-    tables, rows = routing.tables, routing.rows
-    tensors = dict(x_ptr=_readable(x), tokens_ptr=rows.tokens, places_ptr=rows.places, y_ptr=y, pairs_ptr=tables.pairs)
-    tensors |= dict(pieces_ptr=tables.pieces, peers_ptr=tables.peers, segments_ptr=tables.segments)
+    tables = routing.tables
+    tensors = dict(x_ptr=_readable(x), tokens_ptr=routing.tokens, places_ptr=routing.places_of_tokens, y_ptr=y)
+    tensors |= {f"{name}_ptr": getattr(tables, name) for name in ("pairs", "pieces", "peers", "segments")}
     _run(_dispatch_launch, domain, call, plan, product, tensors, numbers)
 
 

@@ -25,7 +25,7 @@ from ..group.waits import BoundedWaits
 from ..group.workspace import Workspace
 from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
-from .expert_tables import LEAST_ROWS, Rows, Tables, count_rows, expert_tables, place_rows
+from .expert_tables import LEAST_ROWS, Tables, expert_tables
 from .gemm_ar import sums_sent_on
 from .grouped import GroupedProduct
 from .launch_experts import dispatch_and_multiply, multiply_and_combine
@@ -86,9 +86,7 @@ def compile_experts_ahead(domain: OverlapDomain, plan: Plan, weights: Sequence[t
 
 def compile_routing_ahead(domain: OverlapDomain, tokens: int, experts: int) -> None:
     """Start to compile what a routing launches."""
-    launches, chosen = _Described(), torch.empty(tokens, experts, dtype=torch.bool, device="meta")
-    place_rows(cast(Any, launches), chosen, count_rows(cast(Any, launches), chosen), tokens)
-    counts = torch.empty(domain.world_size, experts, dtype=torch.int32, device="meta")
+    launches, counts = _Described(), torch.empty(domain.world_size, experts, dtype=torch.int32, device="meta")
     expert_tables(cast(Any, launches), counts, domain.rank, tokens, experts)
     _start(domain, launches)
 
@@ -136,7 +134,8 @@ def launches_of_experts(
     new, rows = partial(torch.empty, device="meta"), LEAST_ROWS
     probs = new(rows, dtype=torch.float32) if has_probs else None
     tables = Tables(*(new(4, dtype=torch.int32) for _ in Tables._fields))
-    routing: Any = SimpleNamespace(tables=tables, rows=Rows(*(new(rows, dtype=torch.int64) for _ in Rows._fields)))
+    of_rows = new(rows, dtype=torch.int64)
+    routing: Any = SimpleNamespace(tables=tables, tokens=of_rows, places_of_tokens=of_rows)
     in_fp8 = plan.config.fp8 != "off"
     for engine in (plan.fprop, plan.dgrad):
         for transposed in (True, False):  # forward; backward, of the other operator

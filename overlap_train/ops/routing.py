@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..select.tiles import HOPPER_TILE
-from .expert_tables import Rows, Tables, expert_tables, place_rows
+from .expert_tables import Tables, expert_tables
 from .launch_experts import MOST_RANKS, sum_on_gpu
 
 if TYPE_CHECKING:
@@ -52,38 +52,31 @@ class Routing:
     """The routing of one call, of all ranks; made by `overlap_train.expert_routing`, and given to both operators.
 
     chosen: bool [T, E], the experts of each of this rank's tokens. counts: rows by rank and expert, int32 [W, E]. domain: of the
-    group. of_blocks: by count_rows, on GPUs.
+    group.
 
     sent, received: rows to, and from, each rank. largest: of any message between two ranks. total: of all ranks. all_places: of
     all rows for this rank's experts. The first of these that is read waits for the counts, and raises OverlapTimeoutError or
     OverlapMismatchError where they have not come.
     """
 
-    def __init__(
-        self, chosen: torch.Tensor, counts: torch.Tensor, domain: OverlapDomain, of_blocks: torch.Tensor | None = None
-    ) -> None:
-        self._chosen, self._counts_here, self._of_blocks, self.domain = chosen, counts, of_blocks, domain
+    def __init__(self, chosen: torch.Tensor, counts: torch.Tensor, domain: OverlapDomain) -> None:
+        self._chosen, self._counts_here, self.domain = chosen, counts, domain
         self.world_size, (self.tokens_here, self.experts), self.device = len(counts), chosen.shape, chosen.device
         self._room = min(_ROWS_OF_A_TOKEN, self.experts) * self.tokens_here
+        self._counts_there, self._arrival = _on_its_way(counts)
+        self._rows_begun = _rows_of(chosen, self._room)
         self._tables_begun: Tables | None = None
-        if of_blocks is None:  # at once, as on GPUs: the caller may write to chosen afterwards
-            self._rows_begun = _placed_by_torch(chosen)
-        else:
-            self._counts_there, self._arrival = _on_its_way(counts)
-            self._rows_begun = place_rows(domain.launches, chosen, of_blocks, self._room)
-            if self.world_size <= MOST_RANKS:  # else nobody asks for them
-                most_pairs = self._room * self.world_size // HOPPER_TILE.block_m + self.experts // self.world_size
-                self._tables_begun = expert_tables(domain.launches, counts, domain.rank, self._room, most_pairs)
+        if domain.on_gpu and self.world_size <= MOST_RANKS:  # else nobody asks for them
+            most_pairs = self._room * self.world_size // HOPPER_TILE.block_m + self.experts // self.world_size
+            self._tables_begun = expert_tables(domain.launches, counts, domain.rank, self._room, most_pairs)
 
     @cached_property
     def _counts(self) -> _Counts:
         """Rows from each rank to each one's experts, on the host: [W, W, E/W]. It waits for them."""
-        counts = self._counts_here
-        if self._of_blocks is not None:
+        if self._arrival is not None:
             self._arrival.synchronize()
             self.domain.fault.check()  # else they are not those of all ranks
-            counts = self._counts_there
-        return counts.numpy().reshape(self.world_size, self.world_size, -1)
+        return self._counts_there.numpy().reshape(self.world_size, self.world_size, -1)
 
     @cached_property
     def _here(self) -> _Counts:
@@ -118,21 +111,19 @@ class Routing:
         return int(self._between_ranks.sum())
 
     @cached_property
-    def rows(self) -> Rows:
-        """This rank's N rows, with room for some more."""
-        if self._of_blocks is None or self.rows_sent <= self._room:
-            return self._rows_begun
-        return place_rows(self.domain.launches, self._chosen, self._of_blocks, self.rows_sent)
+    def _rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, places = self._rows_begun if self.rows_sent <= self._room else _rows_of(self._chosen, self.rows_sent)
+        return tokens[: self.rows_sent], places[: self.rows_sent]
 
     @property
     def tokens(self) -> torch.Tensor:
         """The token of each row in sent order: int64 [N]."""
-        return self.rows.tokens[: self.rows_sent]
+        return self._rows[0]
 
     @property
     def places_of_tokens(self) -> torch.Tensor:
         """Its place in [T, E], of which expert and token are: int64 [N]."""
-        return self.rows.places[: self.rows_sent]
+        return self._rows[1]
 
     @cached_property
     def tables(self) -> Tables:
@@ -177,48 +168,51 @@ class Routing:
 
     def prepare(self) -> None:
         """Work out what messages want, before an operator, within which the host reads no tensor."""
-        _ = self.rows, self.places, self._in_message
+        _ = self.places, self._in_message
 
-    @property
-    def _by_token(self) -> torch.Tensor:
-        """Rows in sent order, by token, then expert: int64 [N]."""
-        return self.rows.by_token[: self.rows_sent]
+    @cached_property
+    def _by_token(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows in sent order, by token, then expert: int64 [N]; where each token's begin there, and the last one's end: int64
+        [T + 1])."""
+        places, rows = self.places_of_tokens.sort()
+        firsts = torch.arange(0, self.tokens_here * self.experts + 1, self.experts, device=self.device)
+        return rows, torch.searchsorted(places, firsts)
 
     @cached_property
     def _in_message(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(place in its message, rank that it goes to) of each row in `_by_token`: int64 [N]."""
-        rank = self.places_of_tokens % self.experts // (self.experts // self.world_size)
-        return self._place_in_message[self._by_token], rank[self._by_token]
+        """(place in its message, rank that it goes to) of each row by token: int64 [N]."""
+        rank, (by_token, _) = self.places_of_tokens % self.experts // (self.experts // self.world_size), self._by_token
+        return self._place_in_message[by_token], rank[by_token]
 
     def sum_of_tokens(self, rows: torch.Tensor, capacity: int | None = None) -> torch.Tensor:
         """The sum of each token's rows [N, H], in sent order -> [T, H]: in order of expert, in fp32, rounded once. capacity: the
         rows lie as W blocks of so many, block d from rank d, one below the other."""
         if not self.rows_sent:
             return rows.new_zeros(self.tokens_here, rows.shape[1])
-        index = self._by_token
+        index, ends = self._by_token
         if capacity is not None:
             place, rank = self._in_message
             index = place + rank * capacity
         if rows.is_cuda:
-            return sum_on_gpu(self.domain, rows, index, self.rows.ends)
+            return sum_on_gpu(self.domain, rows, index, ends)
         bag = torch.nn.functional.embedding_bag
-        return bag(index, rows.float(), self.rows.ends, mode="sum", include_last_offset=True).to(rows.dtype)
+        return bag(index, rows.float(), ends, mode="sum", include_last_offset=True).to(rows.dtype)
 
 
-def _on_its_way(counts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+def _on_its_way(counts: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """(where counts will be on the host, what they are waited for by)."""
+    if not counts.is_cuda:
+        return counts, None
     there, arrival = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True), torch.cuda.Event()
     there.copy_(counts, non_blocking=True)
     arrival.record()
     return there, arrival
 
 
-def _placed_by_torch(chosen: torch.Tensor) -> Rows:
-    """What the kernel of place_rows finds, exactly as many."""
-    expert, token = torch.nonzero(chosen.t(), as_tuple=True)
-    ends = chosen.sum(1).cumsum(0)
-    by_token = torch.argsort(token, stable=True)
-    return Rows(token, token * chosen.shape[1] + expert, by_token, torch.cat((ends.new_zeros(1), ends)))
+def _rows_of(chosen: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token, place in chosen) of each row in sent order, int64 [most]: the host does not wait for how many there are."""
+    expert, token = torch.nonzero_static(chosen.t(), size=most).unbind(1)
+    return token.contiguous(), torch.add(expert, token, alpha=chosen.shape[1])
 
 
 def _before_each(counts: _Counts) -> _Counts:

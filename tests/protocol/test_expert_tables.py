@@ -11,33 +11,14 @@ import pytest
 import torch
 
 from overlap_train import OverlapTimeoutError
-from overlap_train.ops.expert_tables import Tables, count_rows, expert_tables_launch, place_rows
+from overlap_train.ops.expert_tables import Tables, expert_tables_launch
 from overlap_train.ops.routing import Routing
 from tests.expert_cases import Experts
 from tests.protocol.tables_of_experts import INTERPRETED, tables_of
 
 
-@pytest.mark.parametrize(("experts", "share"), [(2, 0.5), (8, 0.3), (40, 0.0), (40, 0.1), (128, 1.0)])
-@pytest.mark.parametrize("tokens", [0, 1, 64, 150, 2100])  # the last more than blocks of tokens that are read at once
-def test_rows_are_placed_by_expert_then_token(tokens: int, experts: int, share: float) -> None:
-    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1)) < share
-    bytes_of_masks = (chosen * torch.tensor(255, dtype=torch.uint8)).view(torch.bool)
-    of_blocks = count_rows(INTERPRETED, bytes_of_masks)
-    assert torch.equal(of_blocks.sum(0), chosen.sum(0))
-    expert, token = chosen.t().nonzero(as_tuple=True)
-    for room in (0, 101):
-        rows = place_rows(INTERPRETED, chosen, of_blocks, len(token) + room)
-        assert torch.equal(rows.tokens[: len(token)], token)
-        assert torch.equal(rows.places[: len(token)], token * experts + expert)
-        assert torch.equal(rows.by_token[: len(token)], torch.argsort(token, stable=True))
-        assert rows.ends.tolist() == [0, *chosen.sum(1).cumsum(0).tolist()]
-
-
 def test_what_there_is_no_room_for_is_left_out() -> None:
-    """Of rows, pairs and pieces: nothing is written beyond. How many there are is said all the same."""
-    chosen = torch.ones(100, 4, dtype=torch.bool)
-    rows = place_rows(INTERPRETED, chosen, count_rows(INTERPRETED, chosen), 150)
-    assert torch.equal(rows.tokens, torch.arange(150) % 100) and rows.ends.tolist() == [*range(0, 401, 4)]
+    """Of pairs and pieces: nothing is written beyond. How many there are is said all the same."""
     counts, full = torch.full((2, 6), 300, dtype=torch.int32), tables_of(torch.full((2, 2, 3), 300), 1)
     short = Tables(*(torch.full_like(table, -7) for table in full))
     launch = expert_tables_launch(counts, short, 1, 20)
@@ -59,17 +40,16 @@ def test_a_routing_on_a_gpu_has_room_for_what_comes(tokens: tuple[int, int], top
     with mock.patch("overlap_train.ops.routing._on_its_way", lambda counts: (counts, arrival)):
         for rank, chosen in enumerate(masks):
             fault = SimpleNamespace(check=lambda: waited.append(2))
-            domain: Any = SimpleNamespace(rank=rank, launches=INTERPRETED, fault=fault)
-            routing = Routing(chosen, counts, domain, count_rows(INTERPRETED, chosen))
+            domain: Any = SimpleNamespace(rank=rank, launches=INTERPRETED, fault=fault, on_gpu=True)
+            routing = Routing((chosen * torch.tensor(255, dtype=torch.uint8)).view(torch.bool), counts, domain)
             assert not waited
-            right = Routing(chosen, counts, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
-            assert torch.equal(routing.tokens, right.tokens) and waited == [1, 2]
-            assert torch.equal(routing.places_of_tokens, right.places_of_tokens)
-            assert torch.equal(routing.rows.by_token[: routing.rows_sent], right.rows.by_token)
+            expert, token = chosen.t().nonzero(as_tuple=True)
+            assert torch.equal(routing.tokens, token) and waited == [1, 2]
+            assert torch.equal(routing.places_of_tokens, token * 40 + expert)
             whole = tables_of(counts.view(2, 2, 20), rank)
             assert torch.equal(routing.tables.pairs[1 : len(whole.pairs)], whole.pairs[1:])
             assert torch.equal(routing.tables.pieces[1 : len(whole.pieces)], whole.pieces[1:])
-            assert torch.equal(routing.all_places.ends, right.all_places.ends)
+            assert torch.equal(routing.all_places.ends, counts.view(2, 2, 20)[:, rank].sum(0).cumsum(0))
             waited.clear()
 
 
@@ -77,11 +57,11 @@ def test_counts_that_did_not_come_are_no_numbers() -> None:
     def failed() -> None:
         raise OverlapTimeoutError("rank 1 did not come")
 
-    domain: Any = SimpleNamespace(rank=0, launches=INTERPRETED, fault=SimpleNamespace(check=failed))
+    domain: Any = SimpleNamespace(rank=0, launches=INTERPRETED, fault=SimpleNamespace(check=failed), on_gpu=True)
     chosen, arrival = torch.ones(3, 4, dtype=torch.bool), SimpleNamespace(synchronize=lambda: None)
     counts = torch.full((2, 4), -1, dtype=torch.int32)
     with mock.patch("overlap_train.ops.routing._on_its_way", lambda counts: (counts, arrival)):
-        routing = Routing(chosen, counts, domain, count_rows(INTERPRETED, chosen))
+        routing = Routing(chosen, counts, domain)
     for _ in range(2):
         with pytest.raises(OverlapTimeoutError, match="rank 1 did not come"):
             _ = routing.rows_received

@@ -63,8 +63,8 @@ def all_reducing(rows: int, world: int, n: int = 4096, **settings: Any) -> Plan:
     ("rows", "world", "settings", "shots"),
     [
         (8, 8, {}, WORDS), (16, 8, {}, ONE_SHOT), (256, 8, {}, TWO_SHOTS), (16, 4, {}, WORDS), (48, 4, {}, ONE_SHOT),
-        (1024, 4, {}, TWO_SHOTS), (64, 2, {}, WORDS), (1024, 2, {}, ONE_SHOT), (2048, 2, {}, TWO_SHOTS), (64, 4, {"symmetric_mib": 5}, TWO_SHOTS),
-        (64, 2, {"symmetric_mib": 6}, ONE_SHOT), (8192, 1, {}, ONE_SHOT),
+        (1024, 4, {}, TWO_SHOTS), (64, 2, {}, WORDS), (1024, 2, {}, ONE_SHOT), (2048, 2, {}, TWO_SHOTS),
+        (64, 4, {"symmetric_mib": 5}, TWO_SHOTS), (64, 2, {"symmetric_mib": 6}, ONE_SHOT), (8192, 1, {}, ONE_SHOT),
     ],
 )  # fmt: skip
 def test_how_all_reduces_of_few_rows_go(rows: int, world: int, settings: dict[str, int], shots: str) -> None:
