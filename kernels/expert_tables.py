@@ -37,58 +37,30 @@ def _chunk_at(place, scale, here):
 
 @triton.jit
 def _rows_here(counts_ptr, rank, world, here, WORLD_2: tl.constexpr, HERE_2: tl.constexpr):
-    """Rows for each of this rank's experts, from each rank: [HERE_2, WORLD_2]."""
-    expert, source = tl.arange(0, HERE_2)[:, None], tl.arange(0, WORLD_2)[None, :]
-    inside = (expert < here) & (source < world)
-    return tl.load(counts_ptr + source * (world * here) + rank * here + expert, mask=inside, other=0)
-
-
-@triton.jit
-def _pairs_at(slots, rows, counts_ptr, rank, world, here, BLOCK_M: tl.constexpr):
-    """(expert, first row, end of its rows, chunk, key) of pairs by expert. rows: for each expert, [HERE_2]. key: by which pairs
-    of many rows are ordered: chunk, then the turn in which the last one of the ranks whose rows they have arrives."""
-    number = tl.arange(0, rows.shape[0])
-    ends, tiles = tl.cumsum(rows, 0), tl.cdiv(rows, BLOCK_M)
-    tile_ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((tile_ends[None, :] <= slots[:, None]).to(tl.int32), 1)
-    is_it = expert[:, None] == number[None, :]
-    start = tl.sum(tl.where(is_it, (ends - rows)[None, :], 0), 1)
-    end = tl.sum(tl.where(is_it, ends[None, :], 0), 1)
-    first = start + BLOCK_M * (slots - tl.sum(tl.where(is_it, (tile_ends - tiles)[None, :], 0), 1))
-    chunk = _chunk_at(expert, 1, here)
-    turn, begin = tl.zeros_like(slots), start
-    for source in range(world):
-        some = tl.load(counts_ptr + source * (world * here) + rank * here + expert, mask=expert < here, other=0)
-        has_rows = tl.maximum(begin, first) < tl.minimum(begin + some, first + BLOCK_M)
-        turn = tl.where(has_rows, tl.maximum(turn, (rank - source + world) % world), turn)
-        begin += some
-    return expert, first, end, chunk, world * chunk + turn
+    """Rows for each of this rank's experts, from this rank, rank-1, ...: [HERE_2, WORLD_2]."""
+    expert, turn = tl.arange(0, HERE_2)[:, None], tl.arange(0, WORLD_2)[None, :]
+    source_ptr = counts_ptr + (rank - turn + world) % world * (world * here)
+    return tl.load(source_ptr + rank * here + expert, mask=(expert < here) & (turn < world), other=0)
 
 
 @triton.jit
 def _fill_pairs(pairs_ptr, capacity, counts_ptr, rank, program, programs, world, here, WORLD_2: tl.constexpr,
-                HERE_2: tl.constexpr, BLOCK_M: tl.constexpr, LEAST: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
-    """This program's pairs, in order of expert or, of many rows, of key: each finds its place by counting those before it."""
-    rows = tl.sum(_rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2), 1)
-    count, total = tl.sum(tl.cdiv(rows, BLOCK_M), 0), tl.sum(rows, 0)
+                HERE_2: tl.constexpr, BLOCK_M: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+    """This program's pairs, by expert, then row."""
+    rows, number = tl.sum(_rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2), 1), tl.arange(0, HERE_2)
+    ends, tiles = tl.cumsum(rows, 0), tl.cdiv(rows, BLOCK_M)
+    count, total, tile_ends = tl.sum(tiles, 0), tl.sum(rows, 0), tl.cumsum(tiles, 0)
     for first_slot in range(program * AT_ONCE, count, programs * AT_ONCE):
         slots = first_slot + tl.arange(0, AT_ONCE)
-        expert, first, end, chunk, key = _pairs_at(slots, rows, counts_ptr, rank, world, here, BLOCK_M)
-        place = slots
-        if total >= LONG * here * world:
-            place = tl.zeros_like(slots)
-            for other_slot in range(0, count, AT_ONCE):
-                others = other_slot + tl.arange(0, AT_ONCE)
-                _, _, _, _, theirs = _pairs_at(others, rows, counts_ptr, rank, world, here, BLOCK_M)
-                is_before = (theirs[None, :] < key[:, None]) | (
-                    (theirs[None, :] == key[:, None]) & (others[None, :] < slots[:, None])
-                )
-                place += tl.sum((is_before & (others < count)[None, :]).to(tl.int32), 1)
-        to_ptr, inside = pairs_ptr + PAIR_WORDS * (1 + place), (slots < count) & (place < capacity)
+        expert = tl.sum((tile_ends[None, :] <= slots[:, None]).to(tl.int32), 1)
+        is_it = expert[:, None] == number[None, :]
+        start = tl.sum(tl.where(is_it, (ends - rows)[None, :], 0), 1)
+        first = start + BLOCK_M * (slots - tl.sum(tl.where(is_it, (tile_ends - tiles)[None, :], 0), 1))
+        to_ptr, inside = pairs_ptr + PAIR_WORDS * (1 + slots), (slots < count) & (slots < capacity)
         tl.store(to_ptr, expert, mask=inside)
         tl.store(to_ptr + 1, first, mask=inside)
-        tl.store(to_ptr + 2, end, mask=inside)
-        tl.store(to_ptr + 3, chunk, mask=inside)
+        tl.store(to_ptr + 2, tl.sum(tl.where(is_it, ends[None, :], 0), 1), mask=inside)
+        tl.store(to_ptr + 3, _chunk_at(expert, 1, here), mask=inside)
     if program == 0:
         tl.store(pairs_ptr, count)
         tl.store(pairs_ptr + 1, tl.maximum(total, LEAST))
@@ -137,11 +109,13 @@ def _fill_pieces(pieces_ptr, peers_ptr, capacity, counts_ptr, rank, program, pro
         signal = tl.sum(tl.where(is_it, (to * MAX_CHUNKS + chunk)[None, :], 0), 1)
         is_before = order[None, :] < mine[:, None]
         first = tl.sum(tl.where(is_before, own[None, :], 0), 1)
-        # At its rank: behind the rows for experts before, and those from ranks before.
+        # At its rank: behind the rows for experts before, and those from ranks whose turn comes before.
         is_before = is_before & (order[None, :] >= (mine // here * here)[:, None])
         place = tl.sum(tl.where(is_before, of_all[None, :], 0), 1)
-        for source in range(rank):
-            place += tl.load(counts_ptr + source * experts + mine, mask=inside, other=0)
+        peer = mine // here
+        for turn in range(world):
+            before = inside & (turn < (peer - rank + world) % world)
+            place += tl.load(counts_ptr + (peer - turn + world) % world * experts + mine, mask=before, other=0)
         rows = tl.load(counts_ptr + rank * experts + mine, mask=inside, other=0) - number
         to_ptr, inside = pieces_ptr + PIECE_WORDS * (1 + slots), inside & (slots < capacity)
         tl.store(to_ptr, first + number, mask=inside)
@@ -155,39 +129,40 @@ def _fill_segments(segments_ptr, ends_ptr, peers_ptr, counts_ptr, rank, world, h
                    HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr):  # fmt: skip
     """segments, ends, and what peers tells of rows."""
     experts = world * here
-    expert, source, order = tl.arange(0, HERE_2), tl.arange(0, WORLD_2), tl.arange(0, EXPERTS_2)
+    expert, turn, order = tl.arange(0, HERE_2), tl.arange(0, WORLD_2), tl.arange(0, EXPERTS_2)
+    source, exists = (rank - turn + world) % world, turn < world
     rows = _rows_here(counts_ptr, rank, world, here, WORLD_2, HERE_2)
     ends = tl.cumsum(tl.sum(rows, 1), 0)
     tl.store(ends_ptr + expert, ends, mask=expert < here)
     end = (ends - tl.sum(rows, 1))[:, None] + tl.cumsum(rows, 1)
-    inside = (source < world)[:, None] & (order < experts)[None, :]
+    inside = exists[:, None] & (order < experts)[None, :]
     of_ranks = tl.load(counts_ptr + source[:, None] * experts + order[None, :], mask=inside, other=0)
     before_here = tl.sum(tl.where((order < rank * here)[None, :], of_ranks, 0), 1)
     in_sent_order = before_here[None, :] + tl.cumsum(rows, 0) - rows
     to_ptr = segments_ptr + SEGMENT_WORDS * (expert[:, None] * world + source[None, :])
-    inside = (expert < here)[:, None] & (source < world)[None, :]
+    inside = (expert < here)[:, None] & exists[None, :]
     tl.store(to_ptr, end - rows, mask=inside)
     tl.store(to_ptr + 1, end, mask=inside)
     tl.store(to_ptr + 2, in_sent_order - (end - rows), mask=inside)
     of_all = tl.sum(of_ranks, 0)
     is_for = (order // here)[None, :] == source[:, None]
     to_ptr = peers_ptr + source * PEER_WORDS
-    tl.store(to_ptr, tl.sum(tl.where(is_for, of_all[None, :], 0), 1), mask=source < world)
-    tl.store(to_ptr + 1, tl.sum(of_ranks, 1), mask=source < world)
-    tl.store(to_ptr + 2, tl.sum(rows, 0), mask=source < world)
+    tl.store(to_ptr, tl.sum(tl.where(is_for, of_all[None, :], 0), 1), mask=exists)
+    tl.store(to_ptr + 1, tl.sum(of_ranks, 1), mask=exists)
+    tl.store(to_ptr + 2, tl.sum(rows, 0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["most_pairs", "most_pieces", "rank", "world", "here"])
 def expert_tables_kernel(counts_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, ends_ptr, most_pairs, most_pieces, rank,
                          world, here, WORLD_2: tl.constexpr, HERE_2: tl.constexpr, EXPERTS_2: tl.constexpr,
-                         BLOCK_M: tl.constexpr, LEAST: tl.constexpr, LONG: tl.constexpr):  # fmt: skip
+                         BLOCK_M: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
     """The tables of `rank`, `here` experts of each of `world` ranks. *_2: a power of two that is as large. most_*: as many as
-    there is room for. LEAST, LONG: see ops/expert_tables.py. The last program fills what is small; others some pairs, or some
-    pieces."""
+    there is room for. LEAST: see ops/expert_tables.py. The last program fills what is small; others pairs, or pieces."""
     program, half = tl.program_id(0), (tl.num_programs(0) - 1) // 2
     if program < half:
-        _fill_pairs(pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M, LEAST,
-                    LONG)  # fmt: skip
+        _fill_pairs(
+            pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M, LEAST
+        )
     elif program < 2 * half:
         _fill_pieces(pieces_ptr, peers_ptr, most_pieces, counts_ptr, rank, program - half, half, world, here, WORLD_2,
                      EXPERTS_2)  # fmt: skip

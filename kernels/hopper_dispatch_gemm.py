@@ -22,10 +22,8 @@ from .hopper_experts import (
     FIRST_PIECES,
     PEER_WORDS,
     PIECE_WORDS,
-    SEGMENT_WORDS,
-    count_tiles,
     leave_quarter,
-    load_strips,
+    load_experts,
     multiply_experts,
     store_rows,
     strip_at,
@@ -34,43 +32,13 @@ from .hopper_experts import (
 )
 from .hopper_scaled import UNSCALED
 from .hopper_stores import make_outbox_of
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, make_rings, next_tile
-from .signal import MAX_CHUNKS, claim, finalize_epoch, next_word, notify_peer, signal_word, wait_signal
+from .hopper_tiles import NO_TILE, PARTS, WARPS, make_rings, next_tile
+from .signal import MAX_CHUNKS, claim, finalize_epoch, next_word, notify_peer
 
 # Warps that send, and that store: with the loading one they are the four that there is room for.
 SENDERS = gl.constexpr(2)
 STORERS = gl.constexpr(1)
 PIECE = gl.constexpr(words_of.PIECE)
-
-
-@gluon.jit
-def _load(panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
-          BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-          B_IS_NK: gl.constexpr, REVERSED: gl.constexpr):  # fmt: skip
-    """The loading warp: claims tiles, waits until their rows are here, and brings rows and B through the ring."""
-    counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit = words
-    expected = next_word(gl.load(epoch_ptr), tag)
-    bound = count_tiles(pairs_ptr, n, BLOCK_N)
-    k_steps = gl.cdiv(k, BLOCK_K)
-    here = gl.full([], 0, gl.int64)  # a bit for each signal that has been waited for
-    step = 0
-    turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, bound)
-    while index != NO_TILE:
-        expert, first, end, chunk, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
-        end = gl.minimum(first + BLOCK_M, end)
-        for source in range(gl.load(pairs_ptr + 2)):  # unrolled, the code of a wait would be there for each
-            segment_ptr = segments_ptr + (expert * WORLD + source) * SEGMENT_WORDS
-            has_rows = gl.maximum(gl.load(segment_ptr), first) < gl.minimum(gl.load(segment_ptr + 1), end)
-            word = signal_word(source, chunk)
-            if has_rows & ((here >> word) & 1 == 0):
-                wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
-                fence_for_tma()
-                here |= gl.full([], 1, gl.int64) << word
-        step = load_strips(panels, step, rows_desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps,
-                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, REVERSED)  # fmt: skip
-        turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, bound)
 
 
 @gluon.jit
@@ -93,13 +61,9 @@ def _store(tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M: gl.constexpr, BLOCK_N: g
 
 
 @gluon.jit
-def _send(
-    x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, pitch, STEP: gl.constexpr
-):
+def _send(x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, word, pitch, STEP: gl.constexpr):
     """SENDERS warps: store this rank's rows, and their numbers, at the ranks of their experts."""
     sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr = at_peers
-    _, _, epoch_ptr, _, _, tag, _ = words
-    word = next_word(gl.load(epoch_ptr), tag)
     VECTOR: gl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth  # what a thread stores at once: 16 bytes
     layout: gl.constexpr = gl.BlockedLayout([VECTOR], [32], [SENDERS], [0])
     lane = gl.arange(0, STEP, layout)
@@ -149,16 +113,17 @@ def hopper_dispatch_gemm_kernel(
     panels, tiles = make_rings(rows_desc, b_desc, STAGES, READERS=PARTS + 1)
     scales = (a_scale_ptr, pitch // 4, b_scale_ptr)
     outbox = make_outbox_of(y_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)
-    words = (counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit)
+    word = next_word(gl.load(epoch_ptr), tag)
+    waits = (signals_ptr, word, abort_ptr, record_ptr, limit)
     at_peers = (sent_ptr, complete_ptr, memory_at_ptr, outgoing_at_ptr)
     gl.warp_specialize([
         (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 0, BLOCK_M, BLOCK_N,
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N,
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (_load, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, words, n, k, WORLD, BLOCK_M, BLOCK_N, BLOCK_K,
-                 GROUP_M, STAGES, B_IS_NK, REVERSED)),
+        (load_experts, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, counter_ptr, waits, n, k, WORLD, BLOCK_M,
+                        BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, REVERSED, True)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
-        (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, words, pitch, STEP)),
+        (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, word, pitch, STEP)),
     ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip
-    finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)
+    finalize_epoch(left_ptr, epoch_ptr, word, WORLD)

@@ -1,8 +1,8 @@
 """Grouped products for Hopper: which rows, of which expert, a tile has, and how finished rows leave.
 
-A rank's R rows lie in placed order (ops/routing.py): by expert, then source rank. They are cut into pairs of strips, of BLOCK_M
-rows of one expert each, the last one of an expert with fewer. Tables made from the matrix of counts say where
-(ops/expert_tables.py).
+A rank's R rows lie in placed order (ops/routing.py): by expert, then source rank, own rows first. They are cut into pairs of
+strips, of BLOCK_M rows of one expert each, the last one of an expert with fewer. Tables made from the matrix of counts say
+where (ops/expert_tables.py).
 
 Tiles go through the pairs in order, in groups that share columns. STORERS warps take quarters out of the outbox
 (hopper_stores.py) through registers: an expert's rows end anywhere, and TMA stores whole strips only.
@@ -16,7 +16,8 @@ from triton.language import debug_barrier
 from . import signal_words as words
 from .hopper_scaled import BLOCK, BLOCKS, no_whole_product, scales_of_strip, whole_product
 from .hopper_stores import put_quarter
-from .hopper_tiles import NO_TILE, PARTS, WARPS, load_tile, next_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile, next_tile
+from .signal import signal_word, wait_signal
 from .tiles import tile_in_groups
 
 PAIR_WORDS = gl.constexpr(words.PAIR_WORDS)
@@ -48,23 +49,51 @@ def strip_at(first, pairs_ptr, PART: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_strips(panels, step, desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps, BLOCK_M: gl.constexpr,
-                BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-                REVERSED: gl.constexpr):  # fmt: skip
-    """Loading warp: bring the strips of the pair at row `first`, and the panels of its expert's B, through the ring. REVERSED:
-    the last expert's B comes first."""
+def load_experts(panels, tiles, desc, b_desc, pairs_ptr, segments_ptr, counter_ptr, waits, n, k, WORLD: gl.constexpr,
+                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+                 B_IS_NK: gl.constexpr, REVERSED: gl.constexpr, WAITS: gl.constexpr):  # fmt: skip
+    """The loading warp: claims tiles, and brings the strips of their pairs, and the panels of their expert's B, through the ring.
+    WAITS: once their rows are here. REVERSED: the last expert's B comes first."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
-    upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
-    col, first_k = tile_n * BLOCK_N, 0
-    rows = n if B_IS_NK else k
-    place = expert * rows
-    if REVERSED:
-        place = b_desc.shape[0] - rows - place
-    if B_IS_NK:
-        col += place
-    else:
-        first_k = place
-    return load_tile(panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES, B_IS_NK)
+    bound = count_tiles(pairs_ptr, n, BLOCK_N)
+    k_steps, height = gl.cdiv(k, BLOCK_K), n if B_IS_NK else k
+    here = gl.full([], 0, gl.int64)  # a bit for each signal that has been waited for
+    step = 0
+    turn = 0
+    index = claim_tile(tiles, turn, counter_ptr, bound)
+    while index != NO_TILE:
+        expert, first, end, chunk, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
+        if WAITS:
+            end = gl.minimum(first + BLOCK_M, end)
+            here = _wait_for_rows(here, pairs_ptr, segments_ptr, expert, first, end, chunk, waits, WORLD)
+        upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
+        col, first_k, place = tile_n * BLOCK_N, 0, expert * height
+        if REVERSED:
+            place = b_desc.shape[0] - height - place
+        if B_IS_NK:
+            col += place
+        else:
+            first_k = place
+        step = load_tile(
+            panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES, B_IS_NK
+        )
+        turn += 1
+        index = claim_tile(tiles, turn, counter_ptr, bound)
+
+
+@gluon.jit
+def _wait_for_rows(here, pairs_ptr, segments_ptr, expert, first, end, chunk, waits, WORLD: gl.constexpr):
+    """here, after the ranks whose rows of an expert lie from `first` to `end` have sent this chunk."""
+    signals_ptr, expected, abort_ptr, record_ptr, limit = waits
+    for source in range(gl.load(pairs_ptr + 2)):  # unrolled, the code of a wait would be there for each
+        segment_ptr = segments_ptr + (expert * WORLD + source) * SEGMENT_WORDS
+        has_rows = gl.maximum(gl.load(segment_ptr), first) < gl.minimum(gl.load(segment_ptr + 1), end)
+        word = signal_word(source, chunk)
+        if has_rows & ((here >> word) & 1 == 0):
+            wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
+            fence_for_tma()
+            here |= gl.full([], 1, gl.int64) << word
+    return here
 
 
 @gluon.jit

@@ -18,9 +18,8 @@ from triton.experimental.gluon import language as gl
 from .hopper_experts import (
     PEER_WORDS,
     SEGMENT_WORDS,
-    count_tiles,
     leave_quarter,
-    load_strips,
+    load_experts,
     multiply_experts,
     store_rows,
     strip_at,
@@ -29,28 +28,10 @@ from .hopper_experts import (
 )
 from .hopper_scaled import UNSCALED
 from .hopper_stores import make_outbox_of
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, make_rings, next_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, make_rings, next_tile
 from .signal import finalize_epoch, next_word, notify_peer, signal_word
 
 STORERS = gl.constexpr(2)
-
-
-@gluon.jit
-def _load(panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-          BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-          REVERSED: gl.constexpr):  # fmt: skip
-    """The loading warp: claims tiles, and brings A and B through the ring."""
-    bound = count_tiles(pairs_ptr, n, BLOCK_N)
-    k_steps = gl.cdiv(k, BLOCK_K)
-    step = 0
-    turn = 0
-    index = claim_tile(tiles, turn, counter_ptr, bound)
-    while index != NO_TILE:
-        expert, first, _, _, tile_n = tile_of_experts(index, pairs_ptr, n, BLOCK_N, GROUP_M)
-        step = load_strips(panels, step, a_desc, b_desc, pairs_ptr, expert, first, tile_n, n, k, k_steps,
-                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, B_IS_NK, REVERSED)  # fmt: skip
-        turn += 1
-        index = claim_tile(tiles, turn, counter_ptr, bound)
 
 
 @gluon.jit
@@ -132,8 +113,8 @@ def hopper_gemm_combine_kernel(
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N,
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (_load, (panels, tiles, a_desc, b_desc, pairs_ptr, counter_ptr, n, k, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
-                 B_IS_NK, REVERSED)),
+        (load_experts, (panels, tiles, a_desc, b_desc, pairs_ptr, segments_ptr, counter_ptr, None, n, k, WORLD, BLOCK_M, BLOCK_N,
+                        BLOCK_K, GROUP_M, STAGES, B_IS_NK, REVERSED, False)),
         (_send, (tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_ptr, places, epoch_ptr, tag, n, WORLD,
                  BLOCK_M, BLOCK_N, GROUP_M)),
     ], [WARPS, 1, STORERS], [232, 40, 40])  # fmt: skip

@@ -5,7 +5,7 @@
     linear_combine      forward  grouped GEMM + A2A    backward  A2A + grouped GEMM for da; dw with the rows just received
 
 W ranks; E experts, rank r has those from r E/W on; T tokens of this rank, R rows of all ranks for this rank's experts, by expert,
-then source rank, then token (ops/routing.py).
+then source rank (this rank, rank-1, ...), then token (ops/routing.py).
 """
 
 from __future__ import annotations

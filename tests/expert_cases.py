@@ -83,7 +83,7 @@ def check_problem(case: Case, problem: Experts, seed: int, before: Callable[[int
         [
             (e, s, int(t))
             for e in range(r * here, (r + 1) * here)
-            for s in range(world)
+            for s in [*range(r, -1, -1), *range(world - 1, r, -1)]
             for t in chosen[s][:, e].nonzero()
         ]
         for r in range(world)

@@ -24,9 +24,6 @@ from ..kernels.signal_words import MAX_CHUNKS, PAIR_WORDS, PEER_WORDS, PIECE, PI
 from ..select.tiles import HOPPER_TILE
 
 _BLOCK_M = HOPPER_TILE.block_m
-# Rows of an expert and source, in the mean, from which on pairs go in the order in which sources arrive, own rows first: they
-# fill half a group of tiles that share columns. Of shorter ones each expert's weight would be read anew for each source.
-_LONG_SEGMENT = HOPPER_TILE.group_m * _BLOCK_M // 2
 LEAST_ROWS = _BLOCK_M // HOPPER_TILE.parts  # that a strip is read from
 _PROGRAMS = 33  # that make tables: the last one fills what is small
 
@@ -77,7 +74,7 @@ def expert_tables_launch(counts: torch.Tensor, tables: Tables, rank: int, most_p
     numbers = dict(most_pairs=tables.most_pairs, most_pieces=most_pieces)
     constants = dict(
         WORLD_2=_power_of_two(world, 8), HERE_2=_power_of_two(here, 32), EXPERTS_2=_power_of_two(experts, 64),
-        BLOCK_M=_BLOCK_M, LEAST=LEAST_ROWS, LONG=_LONG_SEGMENT, num_warps=8,
+        BLOCK_M=_BLOCK_M, LEAST=LEAST_ROWS, num_warps=8,
     )  # fmt: skip
     replaced = tuple((name,) for name in (*tensors, *numbers))
     arguments = tensors | numbers | dict(rank=rank, world=world, here=here)

@@ -125,7 +125,7 @@ def _dispatch_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told:
         arguments |= dict(a_scale_ptr=tails(rows, product.depth))
     constants |= dict(STEP=STEP // rows.itemsize)
     arguments |= dict(rows_desc=_panels(rows, product), sent_ptr=call.slot.direct_counters.sent)
-    return _launch(hopper_dispatch_gemm_kernel, domain, plan, arguments, constants, replaced)
+    return Launch(hopper_dispatch_gemm_kernel, _grid(domain, plan), arguments, constants, replaced)
 
 
 def _combine_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told: Any) -> Launch:
@@ -135,7 +135,7 @@ def _combine_launch(domain: OverlapDomain, call: Call, plan: EnginePlan, *told: 
     a, product = arguments["a_desc"], told[0]
     a_desc = _panels(a if product.scales is None else a.view(FORWARD), product)
     arguments |= dict(a_desc=replace(a_desc, shape=[_MOST_ROWS, product.depth]), like_ptr=call.gathered)
-    return _launch(hopper_gemm_combine_kernel, domain, plan, arguments, constants, replaced)
+    return Launch(hopper_gemm_combine_kernel, _grid(domain, plan), arguments, constants, replaced)
 
 
 def _panels(rows: torch.Tensor, product: GroupedProduct | BlockProduct) -> Any:
@@ -156,7 +156,7 @@ def _told(
     arguments |= dict(memory_at_ptr=call.slot.memory_at)
     constants = dict(
         WORLD=domain.world_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=depth, GROUP_M=plan.tile.group_m, STAGES=STAGES,
-        B_IS_NK=product.transposed, REVERSED=product.is_reversed,
+        B_IS_NK=product.transposed, REVERSED=product.is_reversed, **LAUNCH,
     )  # fmt: skip
     of_b: tuple[str, ...] = ("b_desc",)
     if product.scales is not None:
@@ -166,13 +166,5 @@ def _told(
     return arguments, constants, (*((name,) for name in tensors), of_b, ("tag",))
 
 
-def _launch(
-    kernel: Any,
-    domain: OverlapDomain,
-    plan: EnginePlan,
-    arguments: dict[str, Any],
-    constants: dict[str, Any],
-    replaced: Replaced,
-) -> Launch:
-    grid = grid_size(multiprocessors(domain.device), domain.device, plan.sm_margin)
-    return Launch(kernel, grid, arguments, constants | LAUNCH, replaced)
+def _grid(domain: OverlapDomain, plan: EnginePlan) -> tuple[int, ...]:
+    return grid_size(multiprocessors(domain.device), domain.device, plan.sm_margin)

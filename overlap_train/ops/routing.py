@@ -4,7 +4,8 @@ W ranks; E experts, rank r has those from r E/W on; T tokens of this rank. Of on
 
     sent order     this rank's N rows, by expert, then token: what goes to one rank lies together, and what comes back, too
     message        the rows for one rank, in sent order (messages.py)
-    placed order   the R rows of all ranks for this rank's experts, by expert, then source rank, then token
+    placed order   the R rows of all ranks for this rank's experts, by expert, then as they arrive: own rows, those of rank-1,
+                   ...; of each rank by token
 
 The matrix of counts, which every rank has, says all of it but which tokens these are. The host waits for it where it first asks
 for a number of rows. By then the GPU has begun to work out what kernels are told (expert_tables.py).
@@ -137,7 +138,8 @@ class Routing:
     @cached_property
     def _starts(self) -> _Counts:
         """Where the rows from each rank for each expert begin in placed order."""
-        return _before_each(self._here.T[None])[0].T
+        turns = (self.domain.rank - np.arange(self.world_size)) % self.world_size  # of ranks, and ranks of turns
+        return _before_each(self._here[turns].T[None])[0].T[turns]
 
     @cached_property
     def _ends(self) -> torch.Tensor:
@@ -147,7 +149,7 @@ class Routing:
     @cached_property
     def all_places(self) -> Places:
         ends = self._ends[-1] if self._tables_begun is None else self.tables.ends
-        return Places(self._starts[0].tolist(), self._here.sum(0).tolist(), None, ends)
+        return Places(self._starts[self.domain.rank].tolist(), self._here.sum(0).tolist(), None, ends)
 
     @cached_property
     def place_of_received(self) -> torch.Tensor:

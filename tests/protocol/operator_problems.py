@@ -171,7 +171,8 @@ def dispatches(method: str, machine: Simulation, calls: int = CALLS, before: Bef
     expected = torch.zeros(calls, world, MOST_ROWS, TILE)
     for call, of_call in enumerate(of_calls):
         for rank in range(world):
-            rows = [(e, s, t) for e in (0, 1) for s in range(world) for t in _tokens(of_call[s], 2 * rank + e)]
+            turns = [*range(rank, -1, -1), *range(world - 1, rank, -1)]
+            rows = [(e, s, t) for e in (0, 1) for s in turns for t in _tokens(of_call[s], 2 * rank + e)]
             for at, (e, s, t) in enumerate(rows):
                 expected[call, rank, at] = x[call, s, t] @ w[rank, e] + x[call, s, t, 0]
 
@@ -198,7 +199,8 @@ def combines(method: str, machine: Simulation, calls: int = CALLS, before: Befor
     expected = torch.zeros(calls, world, TILE, TILE)
     for call, of_call in enumerate(of_calls):
         for rank in range(world):
-            rows = [(e, s, t) for e in (0, 1) for s in range(world) for t in _tokens(of_call[s], 2 * rank + e)]
+            turns = [*range(rank, -1, -1), *range(world - 1, rank, -1)]
+            rows = [(e, s, t) for e in (0, 1) for s in turns for t in _tokens(of_call[s], 2 * rank + e)]
             for at, (e, s, t) in enumerate(rows):
                 expected[call, s, t] += a[call, rank, at] @ w[rank, e] + a[call, rank, at, 0]
 
@@ -229,7 +231,7 @@ def routings(world: int, calls: int) -> list[list[Any]]:
         chosen &= torch.rand(chosen.shape, generator=generator) < 0.8
         chosen[0] &= call != 1
         counts = chosen.sum(1)
-        domains = [SimpleNamespace(rank=rank) for rank in range(world)]
+        domains = [SimpleNamespace(rank=rank, on_gpu=False) for rank in range(world)]
         found.append([core("ops.routing").Routing(chosen[domain.rank], counts, domain) for domain in domains])
         for routing in found[-1]:
             routing.prepare()  # before an operator, as its call does

@@ -137,7 +137,7 @@ class Warps:
         names |= dict(claim=self.claim, notify_peer=self.notify_peer, wait_signal=self.wait, load_tile=self.load_tile)
         names |= dict(signal_word=ORDER["signal_word"], next_word=lambda *args: WORD, claim_tile=self.claim_tile)
         names |= dict(next_tile=self.next_tile, take_quarter=self.take_quarter, leave_quarter=lambda *args: None)
-        for name in ("count_tiles", "tile_of_experts", "strip_at", "load_strips", "store_rows"):
+        for name in ("count_tiles", "tile_of_experts", "strip_at", "_wait_for_rows", "load_experts", "store_rows"):
             names[name] = python_of(getattr(experts, name), **names)
         return names | dict(_send_quarter=python_of(combine._send_quarter, **names))
 
@@ -231,7 +231,8 @@ def placed(counts: Counts, rank: int) -> list[tuple[int, int, int]]:
     """(expert, source, row in the source's sent order) of the rows that a rank's experts get, in placed order."""
     here, found = counts.shape[2], []
     for expert in range(here):
-        for source in range(len(counts)):
+        for turn in range(len(counts)):
+            source = (rank - turn) % len(counts)
             first = counts[source].ravel()[: rank * here + expert].sum()
             found += [(expert, source, int(first) + row) for row in range(counts[source, rank, expert])]
     return found
@@ -245,7 +246,6 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
     order = [torch.randperm(count) for count in sent]  # the token of each row
     for rank, own in enumerate(group):
         own.prepare(int(counts[:, rank].sum()))
-    words = (0, 0, Pointer(torch.zeros(1)), 0, 0, 0, 0)
     for rank, own in enumerate(group):
         x = torch.arange(sent[rank])[:, None] * 10 + torch.arange(K) + 1_000_000 * rank
         places = torch.randperm(3 * sent[rank])[: sent[rank]]
@@ -254,7 +254,7 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
         warps.arrived = partial(_sent, group, counts, rank)
         python_of(dispatch._send, **warps.names())(
             Pointer(x[torch.argsort(order[rank])].ravel()), Pointer(order[rank]), Pointer(places), Pointer(numbers),
-            *(Pointer(each.ravel()) for each in (own.tables.pieces, own.tables.peers)), _sending(warps), words, K, STEP,
+            *(Pointer(each.ravel()) for each in (own.tables.pieces, own.tables.peers)), _sending(warps), WORD, K, STEP,
         )  # fmt: skip
     chunks = range(chunk_count(here))
     for rank, own in enumerate(group):
@@ -264,7 +264,7 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
         assert torch.equal(own.rows(len(rows)), expected.view(len(rows), K))
         assert own.numbers(len(rows)).tolist() == [row + 0.5 for *_, row in rows]
         for b_is_nk, is_reversed in product((True, False), repeat=2):
-            _multiply_and_store(group, rank, words, counts, b_is_nk, is_reversed)
+            _multiply_and_store(group, rank, counts, b_is_nk, is_reversed)
 
 
 def _sent(group: list[Rank], counts: Counts, rank: int, target: int, chunk: int) -> bool:
@@ -280,17 +280,15 @@ def _sending(warps: Warps) -> tuple[Any, ...]:
     return (None, *warps.places)
 
 
-def _multiply_and_store(
-    group: list[Rank], rank: int, words: tuple[Any, ...], counts: Counts, b_is_nk: bool, is_reversed: bool
-) -> None:
+def _multiply_and_store(group: list[Rank], rank: int, counts: Counts, b_is_nk: bool, is_reversed: bool) -> None:
     own, warps, world, here = group[rank], Warps(group, rank), len(counts), counts.shape[2]
     own.waited.clear()
     b_desc = SimpleNamespace(shape=[here * (N if b_is_nk else K), K if b_is_nk else N])
     pairs, rows = Pointer(own.tables.pairs.ravel()), placed(counts, rank)
     segments = Pointer(own.tables.segments.ravel())
-    python_of(dispatch._load, **warps.names())(
-        None, None, None, b_desc, pairs, segments, words, N, K, world, *BLOCKS, 4, b_is_nk, is_reversed
-    )
+    warps.names()["load_experts"](
+        None, None, None, b_desc, pairs, segments, None, (0, WORD, 0, 0, 0), N, K, world, *BLOCKS, 4, b_is_nk, is_reversed, True
+    )  # fmt: skip
     assert len(set(own.waited)) == len(own.waited), "each signal once"
     needed: set[int] = set()
     for tile, (_, first, end, chunk) in enumerate(_tiles(own.tables)):
@@ -320,26 +318,6 @@ def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: 
     assert not of_rows or {first_k for *_, first_k in warps.tiles} == starts
     last = max(len(of_rows), 64)
     assert all(row >= 0 and row + 64 <= last for upper, lower, *_ in warps.tiles for row in (upper, lower))
-
-
-def test_pairs_of_few_experts_go_in_the_order_in_which_their_sources_arrive() -> None:
-    """Own rows first, then those of rank-1, ...; of many experts each has all its rows together, whoever they come from."""
-    few, many = np.full((4, 4, 2), 1000), np.full((4, 4, 32), 250)
-    pairs, segments = (each.tolist() for each in tables_of(few, 1)[:4:3])
-    turns = [
-        (
-            chunk,
-            max(
-                (1 - s) % 4
-                for s, (begin, last, *_) in enumerate(segments[expert])
-                if begin < first + 128 and first < last
-            ),
-        )
-        for expert, first, _, chunk in pairs[1:]
-    ]
-    assert turns == sorted(turns) and turns[0] == (0, 0)
-    pairs = tables_of(many, 1).pairs[1:]
-    assert pairs[:, 1].tolist() == sorted(pairs[:, 1].tolist())
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 1, 2)])
@@ -388,7 +366,9 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
         pairs, segments, peers = (
             Pointer(each.ravel()) for each in (own.tables.pairs, own.tables.segments, own.tables.peers)
         )
-        python_of(combine._load, **warps.names())(None, None, None, None, pairs, None, N, K, *BLOCKS, 4, True, False)
+        warps.names()["load_experts"](
+            None, None, None, None, pairs, segments, None, None, N, K, world, *BLOCKS, 4, True, False, False
+        )
         numbers = Pointer(torch.arange(len(rows)) + 1000.0 * rank) if with_numbers else None
         python_of(combine._send, **warps.names())(
             None, None, Pointer(torch.zeros(1, dtype=torch.int64)), numbers, pairs, segments, peers, warps.places,
