@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -97,7 +98,7 @@ class PlanCache:
         (x, w, _), domain = operands, self.domain
         layout = (w.stride(), w.data_ptr() % 16)
         error = problem or self._error(spec, operands, config, name)
-        planned = self._planned(spec, config, x, w, tries=bool(key[-1]) and error is None)
+        planned = self._planned(spec, config, operands, tries=bool(key[-1]) and error is None)
         known = self.plans.get(key)
         if known is not None and problem is not None:
             raise ValueError(problem)  # of a call that peers know, in which nobody asks
@@ -141,12 +142,12 @@ class PlanCache:
             return spec.fp8_error(x, w, world, nodes, name, config.fp8)
         return error
 
-    def _planned(
-        self, spec: OperatorSpec, config: OverlapConfig, x: torch.Tensor, w: torch.Tensor, *, tries: bool
-    ) -> Planned:
+    def _planned(self, spec: OperatorSpec, config: OverlapConfig, operands: Operands, *, tries: bool) -> Planned:
         """The plan by what is known now, in an autotune run where methods may take turns and the sizes were never measured."""
-        domain = self.domain
+        (x, w, bias), domain = operands, self.domain
         plan = make_plan(spec, config, self.table, domain.topology, x, w, partial(may_hold, domain))
+        if bias is not None:  # a rank without one would have other sums
+            plan = replace(plan, request=replace(plan.request, shapes=f"{plan.request.shapes}, bias"))
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(domain, plan, trains)
         if not (tries and config.tune_steps and trains) or spec.replicated:
