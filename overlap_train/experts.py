@@ -47,7 +47,7 @@ def expert_routing(
 
     Args:
         experts: bool [T, E], which experts each token of this rank goes to. T may differ between ranks. Do not write to it before
-            the first operator has run: tokens with more than eight experts are looked up again.
+            the first operator has run: where tokens have more than eight experts in the mean, they are looked up again.
         group: the expert-parallel group; all its ranks make the same calls in the same order.
         config, name: see all_gather_linear.
 

@@ -176,7 +176,7 @@ def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
         return (
             f"this rank has {mine.request.operator} of {mine.request.what}, {whose} has {theirs.name}: "
             f"{theirs.request.operator} of {theirs.request.what}; all ranks of a group must call the same operator with the same "
-            f"shapes and dtype; where they have different numbers of rows, pad them to the largest"
+            f"shapes, dtype and bias; where they have different numbers of rows, pad them to the largest"
         )
     if theirs.terms != mine.terms:
         names = [name for name in mine.terms | theirs.terms if mine.terms.get(name) != theirs.terms.get(name)]

@@ -146,7 +146,7 @@ class PlanCache:
         """The plan by what is known now, in an autotune run where methods may take turns and the sizes were never measured."""
         (x, w, bias), domain = operands, self.domain
         plan = make_plan(spec, config, self.table, domain.topology, x, w, partial(may_hold, domain))
-        if bias is not None:  # a rank without one would have other sums
+        if bias is not None and not spec.sends_input:  # the same on all ranks; a column linear's is each rank's own
             plan = replace(plan, request=replace(plan.request, shapes=f"{plan.request.shapes}, bias"))
         trains = torch.is_grad_enabled() and w.requires_grad
         planned = Planned(domain, plan, trains)

@@ -138,7 +138,9 @@ class Routing:
     @cached_property
     def _starts(self) -> _Counts:
         """Where the rows from each rank for each expert begin in placed order."""
-        turns = (self.domain.rank - np.arange(self.world_size)) % self.world_size  # of ranks, and ranks of turns
+        turns = (
+            self.domain.rank - np.arange(self.world_size)
+        ) % self.world_size  # of each rank; and the rank of each turn
         return _before_each(self._here[turns].T[None])[0].T[turns]
 
     @cached_property

@@ -11,7 +11,7 @@ of a block:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -81,7 +81,9 @@ class Reach:
     def all_reduce(self, pass_: Pass, how: Method, system: System, in_forward: bool) -> Estimate:
         """A scatter, and what shows of the gather of its sums. NCCL does both in one call, low_latency in one kernel; the others
         copy. By `fused` in a forward pass only the last chunk shows."""
-        scatter, sent_on = self.estimate(pass_, how, system), in_forward and how.name == "fused" and self.nodes == 1
+        sent_on = in_forward and how.name == "fused" and self.nodes == 1
+        how = replace(how, split_reduction=False) if sent_on else how  # as it is planned
+        scatter = self.estimate(pass_, how, system)
         received, nccl_us = pass_.m * pass_.n * pass_.dtype.itemsize, self.collective_us(pass_, system) - system.nccl_us
         if how.name == "collective":
             calls, us = 0, nccl_us

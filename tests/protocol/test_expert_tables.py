@@ -46,6 +46,9 @@ def test_a_routing_on_a_gpu_has_room_for_what_comes(tokens: tuple[int, int], top
             expert, token = chosen.t().nonzero(as_tuple=True)
             assert torch.equal(routing.tokens, token) and waited == [1, 2]
             assert torch.equal(routing.places_of_tokens, token * 40 + expert)
+            by_token, ends = routing._by_token
+            assert torch.equal(by_token, torch.argsort(token, stable=True))
+            assert ends.tolist() == [0, *chosen.sum(1).cumsum(0).tolist()]
             whole = tables_of(counts.view(2, 2, 20), rank)
             assert torch.equal(routing.tables.pairs[1 : len(whole.pairs)], whole.pairs[1:])
             assert torch.equal(routing.tables.pieces[1 : len(whole.pieces)], whole.pieces[1:])

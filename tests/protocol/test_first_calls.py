@@ -142,13 +142,14 @@ def test_ranks_that_train_different_operands_are_told() -> None:
 
 def _bias_on_one_rank(rank: int, world: int) -> str:
     config, bias = OverlapConfig(method="chunked"), torch.ones(8) if rank == 0 else None
+    all_gather_linear(torch.ones(4, 8), torch.ones(8, 8), bias, group=dist.group.WORLD, config=config)
     with pytest.raises(ValueError) as caught:
         linear_reduce_scatter(torch.ones(4, 8), torch.ones(8, 8), bias, group=dist.group.WORLD, config=config)
     return str(caught.value)
 
 
 def test_ranks_of_which_one_has_no_bias_are_told() -> None:
-    """Its rows would lack it."""
+    """Its rows would lack it. A column linear's is each rank's own."""
     for message in values(run_ranks(2, _bias_on_one_rank)):
         assert "float32, bias, method" in message and "float32, method" in message
 

@@ -25,6 +25,7 @@ from overlap_train.select.cost import Estimate, Reach
 from overlap_train.select.method import NAMES, Method, Pass, serving
 from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
+from overlap_train.select.tiles import chunks_of
 from overlap_train.tools.measure.cases import Case
 from overlap_train.tools.tune.candidates import ways_of
 
@@ -112,6 +113,8 @@ def test_sums_of_a_forward_pass_by_fused_are_sent_on_chunk_by_chunk() -> None:
     ):
         plan = make_plan(spec, OverlapConfig(method=method), {}, Topology(nodes, 4 // nodes, 0), x, w)
         assert plan.fprop.shares == shares and not (shares and plan.fprop.reduces_later)
+    sums = [replace(FC2, m=m, n=4096, world=ranks) for m, ranks in ((8192, 2), (4096, 2), (8192, 4), (8192, 8))]
+    assert [chunks_of(Method("fused"), pass_, H200) for pass_ in sums] == [4, 2, 2, 1], "of 8 MiB"
 
 
 def test_long_products_with_a_narrow_weight_are_the_librarys() -> None:
