@@ -10,7 +10,7 @@ then source rank (this rank, rank-1, ...), then token (ops/routing.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -106,7 +106,7 @@ def dispatch_linear(
     """
     if torch.compiler.is_dynamo_compiling():
         return run_eagerly(dispatch_linear, x, w, routing, probs, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
-    weights = _each(w)
+    weights = _each(w, name)
     call = ExpertCall(DISPATCH_LINEAR, x, weights, probs, routing, config, name, on_plan)
     y, of_rows = _apply_dispatch(x, *weights, probs, call, routing)
     return y, of_rows
@@ -136,15 +136,20 @@ def linear_combine(
     """
     if torch.compiler.is_dynamo_compiling():
         return run_eagerly(linear_combine, a, w, routing, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
-    weights = _each(w)
+    weights = _each(w, name)
     call = ExpertCall(LINEAR_COMBINE, a, weights, None, routing, config, name, on_plan)
     z: torch.Tensor = _apply_combine(a, *weights, call, routing)
     return z
 
 
-def _each(w: Weights) -> Sequence[torch.Tensor]:
+def _each(w: Weights, name: str) -> Sequence[torch.Tensor]:
     """The weights of the experts, one by one."""
-    return w.unbind(0) if isinstance(w, torch.Tensor) else w
+    if isinstance(w, torch.Tensor):
+        return w.unbind(0) if w.dim() else ()
+    weights = [*w] if isinstance(w, Iterable) else [w]
+    if not all(isinstance(weight, torch.Tensor) for weight in weights):
+        raise ValueError(f"{name}: w is a {type(w).__name__}; it must be a tensor [E/W, N, K] or a list of E/W weights [N, K]")
+    return weights
 
 
 class _DispatchLinear(torch.autograd.Function):

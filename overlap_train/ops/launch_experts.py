@@ -166,5 +166,5 @@ def _told(
     return arguments, constants, (*((name,) for name in tensors), of_b, ("tag",))
 
 
-def _grid(domain: OverlapDomain, plan: EnginePlan) -> tuple[int, ...]:
+def _grid(domain: OverlapDomain, plan: EnginePlan) -> tuple[int]:
     return grid_size(multiprocessors(domain.device), domain.device, plan.sm_margin)

@@ -361,7 +361,7 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
             config, probs = case.config, torch.ones(6, 2 * world)
             if is_wrong:
                 x = {"features": x[:, :-1], "rows": x[:-1], "dtype": x.half()}.get(mistake, x)
-                w = {"weights": w[:1], "flat weights": w[0], "no weights": []}.get(mistake, w)
+                w = {"weights": w[:1], "flat weights": w[0], "no weights": [], "no tensors": [None] * 2}.get(mistake, w)
                 config = replace(config, fp8=mistake) if mistake in ("tensorwise", "blockwise") else config
                 if mistake == "half":
                     x, w, config = x.half(), w.half(), replace(config, fp8="blockwise")
@@ -373,7 +373,7 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
                 routing = None if mistake == "none" else routing
             dispatch_linear(x, w, routing, probs, config=config)
     except Exception as error:
-        if mistake == "none":  # of no group
+        if mistake in ("none", "no tensors"):  # of no group, or known too late
             tell_peers(error)  # as where nobody catches it
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -386,7 +386,7 @@ MISTAKES = {
     "no weights": "w has 0 weights", "probs": "one for each token", "order": "linear_combine",
     "tensorwise": "fp8='tensorwise' of experts", "blockwise": "with fp8='blockwise' features must be multiples of 128",
     "half": "fp8='blockwise' with x in float16", "none": "routing is a NoneType; it must be what expert_routing returned",
-    "device": "x is on cpu, its routing on meta",
+    "device": "x is on cpu, its routing on meta", "no tensors": "w is a list; it must be a tensor",
 }  # fmt: skip
 
 

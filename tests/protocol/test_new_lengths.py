@@ -85,7 +85,7 @@ def test_room_for_longer_rows_is_not_taken_beyond_the_limit() -> None:
 
 def _differs(rank: int, world: int, wrong: int) -> str:
     """All ranks know [8, 2, 24]; then the last one comes with `wrong` rows."""
-    case = _case(timeout_s=2.0)
+    case = _case(timeout_s=10.0)
     OPERATORS["column"](case, (8, 2), 24, 16)
     try:
         OPERATORS["column"](case, (wrong if rank == world - 1 else 8, 2), 24, 16)
