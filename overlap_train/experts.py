@@ -148,7 +148,9 @@ def _each(w: Weights, name: str) -> Sequence[torch.Tensor]:
         return w.unbind(0) if w.dim() else ()
     weights = [*w] if isinstance(w, Iterable) else [w]
     if not all(isinstance(weight, torch.Tensor) for weight in weights):
-        raise ValueError(f"{name}: w is a {type(w).__name__}; it must be a tensor [E/W, N, K] or a list of E/W weights [N, K]")
+        raise ValueError(
+            f"{name}: w is a {type(w).__name__}; it must be a tensor [E/W, N, K] or a list of E/W weights [N, K]"
+        )
     return weights
 
 
