@@ -29,7 +29,7 @@ from .ops.grouped_wgrad import add_grouped
 from .ops.plan_cache import OnPlan
 from .ops.planned import PlannedOp
 from .ops.routing import Routing
-from .ops.spec import DISPATCH_LINEAR, LINEAR_COMBINE
+from .ops.spec import DISPATCH_LINEAR, LINEAR_COMBINE, tensor_error
 from .ops.wgrad import WeightGradient
 
 Weights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -59,6 +59,10 @@ def expert_routing(
     """
     if torch.compiler.is_dynamo_compiling():
         return run_eagerly(expert_routing, experts, group=group, config=config, name=name)  # type: ignore[no-any-return]
+    if not isinstance(experts, torch.Tensor):
+        raise ValueError(f"{name}: experts is a {type(experts).__name__}; it must be a tensor, bool [T, E]")
+    if (strange := tensor_error(name, {"experts": experts})) is not None:
+        raise ValueError(strange)
     domain = domain_of(group, config, experts.device)
     if domain.is_capturing():
         raise RuntimeError(

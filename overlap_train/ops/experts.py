@@ -90,12 +90,17 @@ class ExpertCall:
         self._config = config = config or self._cache.defaults
         trained = dict(x=x.requires_grad, w=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
         self._trains_w = trained["w"]
-        self._trains = in_words(trained if probs is None else trained | dict(probs=probs.requires_grad))
-        # All that is checked once: of known calls only the number of rows may be wrong.
-        kinds = frozenset((type(each), each.shape, each.dtype, each.device) for each in weights)
+        self._trains = in_words(trained)
+        probs_train = probs is not None and torch.is_grad_enabled() and probs.requires_grad
+        self._with_probs = "" if probs is None else ", probs trained" if probs_train else ", probs"
+        # All that is checked once: of known calls only the number of rows may be wrong. The first part ranks have in common.
+        shapes = frozenset((each.shape, each.dtype) for each in weights)
+        self._common = (
+            spec.name, routing.experts, shapes, x.shape[1:], x.dtype, self._with_probs, self._trains, config.agreed
+        )  # fmt: skip
+        kinds = frozenset((type(each), each.device) for each in weights)
         of_probs = None if probs is None else (probs.shape[1:], probs.dtype, probs.device)
-        of_x = (x.shape[1:], x.dtype, x.device)
-        self._key = (spec.name, routing.experts, len(weights), kinds, of_x, of_probs, self._trains, config)
+        self._key = (*self._common, len(weights), kinds, x.device, of_probs, config)
         self._problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
 
     def op(self) -> PlannedOp:
@@ -133,9 +138,12 @@ class ExpertCall:
         spec, weights, routing, config, dtype = self._spec, self._weights, self._routing, self._config, self._x.dtype
         domain = routing.domain
         what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(dtype)}"
-        what += "" if config.fp8 == "off" else f", fp8 {config.fp8}"
+        what += self._with_probs + ("" if config.fp8 == "off" else f", fp8 {config.fp8}")
         request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
-        _agree(domain, request, problem, self._name, is_known, self._trains)
+        is_known = is_known or bool(self._cache.agreed.get(self._common))
+        if problem is not None or asked or not is_known:
+            _agree(domain, request, problem, self._name, is_known, self._trains)
+        self._cache.agreed.put(self._common, True)
         served = len(weights) if _kernels_serve(weights[0], routing.world_size) else None
         plans: dict[object, Planned] = {
             why: Planned(

@@ -15,7 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap_train import OverlapConfig, OverlapTimeoutError, dispatch_linear, expert_routing, linear_combine, shutdown
+from overlap_train import (
+    OverlapConfig,
+    OverlapMismatchError,
+    OverlapTimeoutError,
+    dispatch_linear,
+    expert_routing,
+    linear_combine,
+    shutdown,
+)
 from overlap_train.gpu.launch import LaunchCache
 from overlap_train.group.registry import tell_peers
 from overlap_train.ops import grouped_wgrad
@@ -365,7 +373,7 @@ def _wrong(rank: int, world: int, mistake: str, call: int) -> str:
                 config = replace(config, fp8=mistake) if mistake in ("tensorwise", "blockwise") else config
                 if mistake == "half":
                     x, w, config = x.half(), w.half(), replace(config, fp8="blockwise")
-                probs = torch.ones(6, 3) if mistake == "probs" else probs
+                probs = {"probs": torch.ones(6, 3), "no probs": None}.get(mistake, probs)
                 if mistake == "order":
                     linear_combine(torch.ones(routing.rows_received, 8), w, routing, config=config)
                 if mistake == "device":
@@ -386,6 +394,7 @@ MISTAKES = {
     "no weights": "w has 0 weights", "probs": "one for each token", "order": "linear_combine",
     "tensorwise": "fp8='tensorwise' of experts", "blockwise": "with fp8='blockwise' features must be multiples of 128",
     "half": "fp8='blockwise' with x in float16", "none": "routing is a NoneType; it must be what expert_routing returned",
+    "no probs": r"float32, probs[\],]",
     "device": "x is on cpu, its routing on meta", "no tensors": "w is a list; it must be a tensor",
 }  # fmt: skip
 
@@ -398,6 +407,29 @@ def test_wrong_calls_raise_on_all_ranks(mistake: str, call: int) -> None:
     assert re.search(MISTAKES[mistake], wrong), wrong
     heard = MISTAKES[mistake] + "|rank 1 is in: .* agree on its first call" * (call - 1)
     assert re.search(heard, other) and "waited" not in other, other
+
+
+def _one_form_each(rank: int, world: int) -> tuple[str, int]:
+    """What a rank hears whose peer has no probs, where all know both forms; and calls of weights in other forms, which are each
+    rank's own."""
+    config, chosen = OverlapConfig(method="chunked", timeout_s=30.0), torch.ones(3, world, dtype=torch.bool)
+    x, w, probs = torch.ones(3, 4), torch.ones(1, 4, 4), torch.ones(3, world)
+    for weights in (w, w, [torch.nn.Parameter(w[0], requires_grad=False)] if rank else w):
+        routing = expert_routing(chosen, group=dist.group.WORLD, config=config)
+        y, _ = dispatch_linear(x, weights, routing, probs.half() if rank else probs, config=config)
+    with torch.no_grad():
+        try:
+            for given in (probs, None, probs if rank else None):
+                routing = expert_routing(chosen, group=dist.group.WORLD, config=config)
+                dispatch_linear(x, w, routing, given, config=config)
+        except OverlapMismatchError as error:
+            return str(error), len(y)
+    return "nothing", len(y)
+
+
+def test_probs_on_one_rank_are_named_and_forms_of_weights_are_each_ranks_own() -> None:
+    for said, rows in values(run_ranks(2, _one_form_each)):
+        assert re.search(r"float32, probs\].*float32\]|float32\].*float32, probs\]", said) and rows == 6, said
 
 
 def test_a_call_that_a_peer_leaves_out_is_named() -> None:

@@ -142,7 +142,8 @@ def test_ranks_that_train_different_operands_are_told() -> None:
 
 def _bias_on_one_rank(rank: int, world: int) -> str:
     config, bias = OverlapConfig(method="chunked"), torch.ones(8) if rank == 0 else None
-    all_gather_linear(torch.ones(4, 8), torch.ones(8, 8), bias, group=dist.group.WORLD, config=config)
+    for own in (bias, None, torch.ones(8) if rank else None):
+        all_gather_linear(torch.ones(4, 8), torch.ones(8, 8), own, group=dist.group.WORLD, config=config)
     with pytest.raises(ValueError) as caught:
         linear_reduce_scatter(torch.ones(4, 8), torch.ones(8, 8), bias, group=dist.group.WORLD, config=config)
     return str(caught.value)
