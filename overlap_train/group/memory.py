@@ -173,9 +173,13 @@ def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
     same_shapes = (theirs.request.operator, theirs.request.shapes) == (mine.request.operator, mine.request.shapes)
     other_memory = theirs.terms.get("symmetric_mib") != mine.terms.get("symmetric_mib")  # which may decide how
     if theirs.request != mine.request and not (same_shapes and other_memory):
+        requests = mine.request, theirs.request
+        words = [request.what for request in requests]
+        if words[0] == words[1]:  # of experts, whose routing says how many rows there are
+            words = [f"{request.what} in {request.slot_bytes + request.flagged_bytes} bytes" for request in requests]
         return (
-            f"this rank has {mine.request.operator} of {mine.request.what}, {whose} has {theirs.name}: "
-            f"{theirs.request.operator} of {theirs.request.what}; all ranks of a group must call the same operator with the same "
+            f"this rank has {mine.request.operator} of {words[0]}, {whose} has {theirs.name}: "
+            f"{theirs.request.operator} of {words[1]}; all ranks of a group must call the same operator with the same "
             f"shapes, dtype and bias; where they have different numbers of rows, pad them to the largest"
         )
     if theirs.terms != mine.terms:
