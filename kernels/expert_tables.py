@@ -160,9 +160,8 @@ def expert_tables_kernel(counts_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_
     there is room for. LEAST: see ops/expert_tables.py. The last program fills what is small; others pairs, or pieces."""
     program, half = tl.program_id(0), (tl.num_programs(0) - 1) // 2
     if program < half:
-        _fill_pairs(
-            pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M, LEAST
-        )
+        _fill_pairs(pairs_ptr, most_pairs, counts_ptr, rank, program, half, world, here, WORLD_2, HERE_2, BLOCK_M,
+                    LEAST)  # fmt: skip
     elif program < 2 * half:
         _fill_pieces(pieces_ptr, peers_ptr, most_pieces, counts_ptr, rank, program - half, half, world, here, WORLD_2,
                      EXPERTS_2)  # fmt: skip

@@ -74,9 +74,8 @@ def load_experts(panels, tiles, desc, b_desc, pairs_ptr, segments_ptr, counter_p
             col += place
         else:
             first_k = place
-        step = load_tile(
-            panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES, B_IS_NK
-        )
+        step = load_tile(panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES,
+                         B_IS_NK)  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, bound)
 

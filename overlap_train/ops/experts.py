@@ -53,10 +53,8 @@ def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfi
 
             compile_routing_ahead(domain, *chosen.shape)
     if known is None or problem is not None:
-        nbytes, what = (
-            4 * experts * world,
-            Request(EXPERT_ROUTING.name, f"rows of {experts} experts", how=f"method {config.method}"),
-        )
+        nbytes = 4 * experts * world
+        what = Request(EXPERT_ROUTING.name, f"rows of {experts} experts", how=f"method {config.method}")
         dispatch = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, torch.int32, what)
         gather = Planner(domain.topology, config).amax_gather(dispatch.fprop, domain.device)  # as few numbers as those
         words = flagged_bytes(nbytes, world) * (gather.method == LOW_LATENCY)

@@ -106,9 +106,9 @@ class PlanCache:
             return known.setdefault(layout, planned)
         problem = error or error_here(planned.plan, domain)
         operator, _, *rest, given, tries = key
-        if spec.sends_input:
-            rest[-2] = None  # the bias of a column linear
         # What is this rank's alone is not asked of others.
+        if spec.sends_input:
+            rest[-2] = None  # a column linear's bias, in the order of look_up
         here = (*rest, None if given is None else config.agreed, tries)
         these_rows, any_rows = (operator, x.shape, *here), (operator, x.dim(), x.shape[-1:], *here)
         other_rows = self.agreed.get(any_rows) and planned.compares and not domain.is_capturing()

@@ -140,7 +140,7 @@ class Routing:
         """Where the rows from each rank for each expert begin in placed order."""
         turns = (
             self.domain.rank - np.arange(self.world_size)
-        ) % self.world_size  # of each rank; and the rank of each turn
+        ) % self.world_size  # of ranks; also the rank of each turn
         return _before_each(self._here[turns].T[None])[0].T[turns]
 
     @cached_property
