@@ -75,6 +75,8 @@ step small_m 40 -m overlap_train bench operators --rows 128 256 512 1024 --metho
 step all_reduce 40 -m overlap_train bench operators --all-reduce --methods auto,fused,direct,chunked --out "$out/all_reduce"
 step all_reduce_small_m 60 -m overlap_train bench operators --all-reduce --rows 1 16 64 128 256 512 \
   --methods auto,low_latency,direct,collective --out "$out/all_reduce_small_m"
+step all_reduce_graphs 60 -m overlap_train bench operators --all-reduce --rows 1 16 64 128 256 512 --graphs \
+  --methods auto,low_latency,collective --out "$out/all_reduce_graphs"
 step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 \
   --shapes llama3-8b --methods auto,fused,direct --out "$out/ragged"
 step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
@@ -100,10 +102,19 @@ ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 
 step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
 # shellcheck disable=SC2086
 step loss_ulysses 150 $ulysses --seq-length 4096 --steps 200 --round-steps 20 --variants nccl,chunked,fused,direct --out "$out/loss_ulysses"
-te_step mfu_te 120 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --quick --variants "$te" --out "$out/mfu_te"
+te8b="$mfu --model llama3-8b --layers 4 --global-batch-size 4 --steps 20 --round-steps 2"
+# shellcheck disable=SC2086
+for fusion in on off; do
+  te_step "mfu_te_$fusion" 90 $te8b --weight-gradient-fusion $fusion --variants "$te" --out "$out/mfu_te_$fusion"
+done
+# shellcheck disable=SC2086
+for recipe in tensorwise blockwise; do
+  [ $recipe = tensorwise ] || te=te,te_overlap # userbuffers refuse it
+  te_step "mfu_te_$recipe" 90 $te8b --te-fp8 $recipe --variants "$te" --out "$out/mfu_te_$recipe"
+done
 step lora 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --lora 16 --out "$out/lora"
 step deterministic 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --deterministic --variants megatron,overlap --out "$out/deterministic"
-for folder in "$out" "$out/small_m" "$out/all_reduce" "$out/all_reduce_small_m" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te"; do
+for folder in "$out" "$out/small_m" "$out/all_reduce" "$out/all_reduce_small_m" "$out/all_reduce_graphs" "$out/ragged" "$out/ulysses" "$out/hierarchical" "$out/te"; do
   [ -z "$(find "$folder" -maxdepth 1 -name '*.json' 2>/dev/null)" ] || .venv/bin/python -m overlap_train bench plot "$folder"
 done
 exit "$failed"

@@ -4,8 +4,8 @@
 
 Variants: Megatron-Core alone and overlap_train, also by one method only or as a CUDA graph; TransformerEngine's modules, its
 userbuffers, and ours on them; with --cp Ulysses by each method. All are alive at the same time, each with its own model and
-optimizer, and take turns of a few steps. For each: step time, MFU, tokens/s/GPU, communication that is not hidden and losses.
-Writes mfu.json, mfu.md and mfu.png. docs/recipes.md explains the figures.
+optimizer, and take turns of a few steps. For each: step time, the GPU's part of it, MFU, tokens/s/GPU, communication that is not
+hidden and losses. Writes mfu.json, mfu.md and mfu.png. docs/recipes.md explains the figures.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def compare(arguments: list[str]) -> None:
             found = Comparison(plan, settings, overlap, world)
             found.train()
             found.time_passes()
+            found.profile()
         except torch.OutOfMemoryError:  # on this rank: the others may wait for it
             way_out = "all variants are in memory side by side: name fewer (--variants), or fewer layers (--layers)"
             print(f"compare_mfu: {way_out}", file=sys.stderr, flush=True)

@@ -74,6 +74,7 @@ def rows_of(found: Comparison) -> list[Row]:
             "speed_up": None if baseline is None else medians[baseline] / medians[name],
             "forward_backward_ms": variant.passes_ms,
             "exposed_ms": variant.exposed_ms,
+            "busy_ms": variant.busy_ms,
             "losses": losses[name],
             "loss_difference": float(np.abs(np.subtract(losses[name], first)).max()),
         }
@@ -84,6 +85,7 @@ def rows_of(found: Comparison) -> list[Row]:
 COLUMNS: output.Columns = (
     ("Model", lambda row: f"{row['title']}, {row['layers']} layers: {look_of(row['variant']).label}"),
     ("Step ms", lambda row: row["step_ms"]),
+    ("GPU busy ms", lambda row: row["busy_ms"]),
     ("Speed-up", lambda row: row["speed_up"]),
     ("MFU %", lambda row: row["mfu"] and 100 * row["mfu"]),
     ("Tokens/s/GPU", lambda row: f"{row['tokens_per_s_per_gpu']:.0f}"),
@@ -140,7 +142,7 @@ def draw(rows: list[Row], device: str, path: Path) -> None:
     for row in sorted(rows, key=lambda row: names.index(row["variant"])):
         layout = f"TP {row['tp']}" + f", CP {row['cp']}" * (row["cp"] > 1)
         value, speed_up = factor * row[key], row["speed_up"]
-        text = f"{value:.1f}" + f"  ({speed_up:.2f}x)" * (speed_up not in (None, 1.0))
+        text = f"{value:.1f}" + (f"  ({speed_up:.2f}x)" if speed_up not in (None, 1.0) else "")
         panel = panels.setdefault(f"{row['title']}, {row['layers']} layers, s = {row['seq']}, {layout}", [])
         panel.append(Bar(look_of(row["variant"]).label, row["variant"], value, text, None))
     ranks = "CPU processes" if device == "cpu" else f"x {device.removeprefix('NVIDIA ').split()[0]}"

@@ -29,10 +29,12 @@ from gpt.training import Trainer, micro_batches
 from mfu import transformer_engine
 from mfu.plan import USERBUFFERS, WARM_UP_STEPS, Plan, is_graph
 from overlap_train import OverlapConfig
+from overlap_train.tools.measure.profile import spans_of, total, union
 from overlap_train.tools.measure.timing import Pace, measure
 from overlap_train.tools.measure.world import World
 
 EXPOSED_BURST = 3
+PROFILED_STEPS = 3
 
 
 class Variant:
@@ -51,11 +53,17 @@ class Variant:
         self.step_ms: list[float] = []  # of each round
         self.passes_ms = 0.0  # forward and backward, without the optimizer
         self.exposed_ms: float | None = None  # the part of them that communication takes; None: unknown
+        self.busy_ms: float | None = None  # of a step, in which a kernel or copy runs on the GPU; None: there is no GPU
 
     def step(self, _: int = 0) -> None:
         """One optimizer step on the next global batch. A timed call is given an index, which means nothing here."""
         total, _ = self.trainer.step(iter(self.micro_batches(len(self.totals))))
         self.totals.append(total)
+
+    def same_steps(self) -> None:
+        """Steps to profile, all on the first global batch; no loss is kept."""
+        for _ in range(PROFILED_STEPS):
+            self.trainer.step(iter(self.micro_batches(0)))
 
     def forward_backward(self, _: int = 0) -> None:
         """Gradients of the first global batch; weights stay as they are."""
@@ -116,6 +124,14 @@ class Comparison:
             variant.passes_ms = timings[name].ms
             if megatron is not None and not is_graph(name) and not name.startswith("te"):
                 variant.exposed_ms = variant.passes_ms - timings["alone"].ms
+
+    def profile(self) -> None:
+        """How long the GPU of rank 0 is busy in a step, by torch's profiler: the host's time does not show. Comes last, since it
+        goes on training."""
+        for variant in self.variants.values() if self.world.device.type == "cuda" else ():
+            variant.same_steps()
+            variant.busy_ms = total(union(spans_of(variant.same_steps))) / 1e3 / PROFILED_STEPS
+            overlap_train.check()
 
     def close(self) -> None:
         """Free everything: the next model has symmetric memory of its own."""

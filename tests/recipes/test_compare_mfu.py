@@ -25,6 +25,7 @@ LINES = {
     "cp": f"--model small --layers 1 {TINY} --cp 2 --variants nccl,chunked,overlap",
     "all_reduce": f"--model small --layers 1 {TINY} --no-sequence-parallel",
     "lora": f"--model small --layers 1 {TINY} --lora 4 --deterministic",
+    "alone": f"--model small --layers 1 {TINY} --variants overlap",
     "fused": f"--model small,small --layers 1,2 {TINY} --variants megatron,overlap",
 }
 
@@ -94,6 +95,12 @@ def test_every_variant_of_every_model_has_a_row(ended: dict[str, Ended], folder:
     assert (folder / "tp" / "mfu.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
+def test_a_comparison_without_its_baseline_is_written_and_drawn(ended: dict[str, Ended], folder: Path) -> None:
+    (row,) = ended["alone"].rows
+    assert row["speed_up"] is None and row["busy_ms"] is None, "a speed-up over nothing, or a GPU"
+    assert (folder / "alone" / "mfu.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
 def test_lora_starts_from_the_frozen_model_and_trains_adapters(ended: dict[str, Ended]) -> None:
     megatron, overlap = ended["lora"].rows
     assert overlap["losses"] == pytest.approx(megatron["losses"], rel=1e-5)
@@ -142,7 +149,7 @@ def test_a_model_that_does_not_fit_ends_the_program_and_leaves_the_rows_before_i
 
 def test_the_table_is_narrow_and_says_what_its_figures_mean(ended: dict[str, Ended]) -> None:
     heading, _, *lines = ended["tp"].table.partition("\n\n")[0].splitlines()
-    assert heading.split(" | ")[1:6] == ["Step ms", "Speed-up", "MFU %", "Tokens/s/GPU", "Exposed %"]
+    assert heading.split(" | ")[1:6] == ["Step ms", "GPU busy ms", "Speed-up", "MFU %", "Tokens/s/GPU"]
     assert lines[0].startswith("| small GPT, 1 layers: Megatron-Core | ") and max(map(len, lines)) <= 120
     tables = (ended[key].table for key in ("tp", "off"))
     assert all(f"weight-gradient fusion: {how}" in table for how, table in zip(("on", "off"), tables, strict=True))

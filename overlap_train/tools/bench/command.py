@@ -46,6 +46,7 @@ class Bench:
     node_ranks = 0  # no option here: nodes as they are found
     network = "auto"
     fp8 = "off"
+    graphs = False
     file = "operators"  # NAME.json and NAME.md
 
     def contests(self, session: Session) -> Contests:
@@ -64,6 +65,7 @@ class Operators(Bench):
         choices=("off", "tensorwise", "blockwise"),
     )  # fmt: skip
     all_reduce: bool = option(False, "instead, those without sequence parallelism (GEMM+AR); any number of rows")
+    graphs: bool = option(False, "each burst of calls is one CUDA graph, on all sides: no host time is timed (GPUs)")
 
     def __post_init__(self) -> None:
         if self.fp8 != "off" and self.all_reduce:
@@ -176,6 +178,8 @@ def measure(name: str, bench: Bench) -> bool:
 def session_of(bench: Bench, here: world.World) -> Session:
     """Collective. Raises ValueError where a method cannot run on these ranks."""
     on_gpu = here.device.type == "cuda"
+    if bench.graphs and not on_gpu:
+        raise ValueError("--graphs: CUDA graphs need GPUs, and this process sees none; leave it out")
     fits = [method for method in ("fused", "direct") if on_gpu and (not bench.node_ranks or Method(method).crosses)]
     methods = bench.methods or (*fits, "chunked", "collective")
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
@@ -184,6 +188,6 @@ def session_of(bench: Bench, here: world.World) -> Session:
     )
     path = Path(bench.out, f"{bench.file}.json") if bench.out and here.rank == 0 else None
     dtype, results = torch.bfloat16 if on_gpu else torch.float32, Results(path, hardware(here.device, here.size))
-    session = Session(methods, dtype, bench.quick, config, here, results, bench.fp8)
+    session = Session(methods, dtype, bench.quick, config, here, results, bench.fp8, bench.graphs)
     nodes_of(session, bench.methods)
     return session

@@ -125,11 +125,13 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
             note(f"{case.name}: inputs: {problem}", session, failure=True)
             continue
         baselines = baselines_of(case, world, inputs.first)
-        if session.fp8 != "off" or not reach_of(nodes).may_choose("direct"):  # PyTorch's async-TP, too, stays in a node
+        # PyTorch's async-TP stays in a node, too, knows no fp8, and we have not captured it.
+        if session.fp8 != "off" or session.graphs or not reach_of(nodes).may_choose("direct"):
             baselines.pop("async_tp", None)
         head = {"op": case.op, "pass": case.pass_, "world": world.size, "m": case.m, "n": case.n, "k": case.k}
         head |= {"dtype": str(session.dtype).removeprefix("torch."), **between}
         head |= {} if session.fp8 == "off" else {"fp8": session.fp8}
+        head |= {"graphs": True} if session.graphs else {}
         columns, flops = ("sequence", "async_tp", "gemm", "comm"), case.flops(world.size)
         yield Contest(case.name, head, flops, inputs, ours(case, inputs.first, domain, session), baselines, columns)
         del inputs, baselines  # before the next come

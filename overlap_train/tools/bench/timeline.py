@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from ...config import OverlapConfig
 from ...linear import all_gather_linear, linear_reduce_scatter
+from ..measure.profile import Span, spans_of
 from ..measure.world import START, join
-from ..pictures.timeline import Span
 
 METHODS = ("collective", "chunked", "fused", "direct")
 M, HIDDEN, FFN = 8192, 4096, 14336  # of Llama-3 8B's MLP
@@ -53,24 +53,18 @@ def record(out: Path) -> None:
 def _profile(call: Callable[[], Any]) -> list[Span]:
     """Everything on the device in three back-to-back calls after warm-up, each behind a marker, in the order of starts. The
     device starts 20 ms later than the host, so that launches do not show."""
-    from torch.profiler import ProfilerActivity, profile
-
     marker = torch.zeros(1, dtype=torch.int16, device="cuda")  # its kernels separate the calls on the compute stream
     for _ in range(5):
         call()
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+
+    def calls() -> None:
         torch.cuda._sleep(40_000_000)  # cycles
         for number in range(3):
             marker.fill_(number)
             call()
         marker.fill_(0)
-        torch.cuda.synchronize()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
-    spans = [
-        {"name": e.name(), "stream": e.device_resource_id(), "start": e.start_ns() / 1e3, "end": e.end_ns() / 1e3}
-        for e in events
-    ]
-    return sorted(spans, key=lambda span: span["start"])
+
+    return spans_of(calls)

@@ -52,13 +52,25 @@ class Results:
 
 
 def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
-    """Write results as JSON, atomically: an interrupted run leaves a whole file."""
+    """Write results as JSON, a line for each row, atomically: an interrupted run leaves a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC).isoformat("T", "seconds")
-    document = {"hardware": hardware, "versions": versions(), "date": date, "rows": rows}
     scratch = path.with_suffix(".json.tmp")
-    scratch.write_text(json.dumps(document, indent=1) + "\n")
+    scratch.write_text(in_lines({"hardware": hardware, "versions": versions(), "date": date, "rows": rows}))
     scratch.replace(path)
+
+
+def in_lines(document: dict[str, Any]) -> str:
+    """As JSON: a line for each key, and for each item of a list of its own."""
+    parts = [
+        f"{json.dumps(key)}: " + (_lines(value) if isinstance(value, list) else json.dumps(value))
+        for key, value in document.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(items: list[Any]) -> str:
+    return "[\n" + ",\n".join(map(json.dumps, items)) + "\n]"
 
 
 def hardware(device: torch.device, world: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from ...select.method import MOST_BYTES, NAMES, Method, Pass, flagged_bytes, pac
 from .cases import OPERATORS, Case
 from .check import ROUNDINGS, ROUNDINGS_IN_FP8, check
 from .results import Results
-from .timing import Call, Timing, input_sets, measure, pace
+from .timing import Call, Pace, Timing, input_sets, measure, pace
 from .world import World
 
 Run = Callable[[Any], Any]  # from one of the input sets to what it computes
@@ -50,7 +50,7 @@ Check = Callable[[str, Any], None]  # of what one of them computed, by name; rai
 @dataclass(frozen=True)
 class Session:
     """What every measurement of a run needs. methods: of OverlapConfig.method; dtype: of all inputs, or of results in fp8; quick:
-    fewer and shorter rounds; fp8: as in OverlapConfig."""
+    fewer and shorter rounds; fp8: as in OverlapConfig; graphs: a burst is one CUDA graph."""
 
     methods: tuple[str, ...]
     dtype: torch.dtype
@@ -59,6 +59,7 @@ class Session:
     world: World
     results: Results
     fp8: str = "off"
+    graphs: bool = False
 
     def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
@@ -70,10 +71,13 @@ class Session:
         prepare(domain, request, None, "overlap_train.tools")
         return domain
 
+    def pace(self, flops: float) -> Pace:
+        """Of calls with so many floating-point operations on one rank."""
+        return pace(flops, self.quick, self.world.device.type == "cuda")
+
     def time(self, calls: Mapping[str, Call], flops: float) -> dict[str, Timing]:
         """Time all calls in turns; flops: of one of them, on one rank. Collective."""
-        group, device = self.world.group, self.world.device
-        return measure(calls, pace(flops, self.quick, device.type == "cuda"), group, device)
+        return measure(calls, self.pace(flops), self.world.group, self.world.device)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..measure.profile import Interval, Span, total, union
 from .style import SMALL, canvas, in_order, look_of, save
 
-Span = dict[str, Any]  # name, stream, start and end in microseconds, and kind where it is known
-Interval = tuple[float, float]  # start and end
-
-MARKER = "fillfunctor"  # the kernel between two calls
-OWN_MARKER = f"{MARKER}<short>"  # of 16-bit integers, with which no model fills anything
+MARKER = "fillfunctor"  # a kernel that fills memory
+OWN_MARKER = f"{MARKER}<short>"  # the one between two calls: of 16-bit integers, with which no model fills anything
 COMPUTATION, COMMUNICATION = ("gemm", "compute"), ("communication", "waiting")
 LANES = (("hidden", "exposed"), COMPUTATION)  # what is drawn above each other, from below
 
@@ -36,8 +34,9 @@ def kind_of(span: Span, compute_stream: int) -> str:
 def last_call(spans: Sequence[Span]) -> list[Span]:
     """The work between the last two markers, each span with its kind, starting at 0. Markers run on the compute stream, which
     every call joins."""
-    fills = sorted((span for span in spans if MARKER in span["name"].lower()), key=lambda span: span["end"])
-    *_, first, last = [span for span in fills if OWN_MARKER in span["name"].lower()] or fills  # older records: 32-bit
+    *_, first, last = sorted(
+        (span for span in spans if OWN_MARKER in span["name"].lower()), key=lambda span: span["end"]
+    )
     begin, end = first["end"], last["end"]
     return [
         {**span, "kind": kind, "start": span["start"] - begin, "end": span["end"] - begin}
@@ -46,21 +45,15 @@ def last_call(spans: Sequence[Span]) -> list[Span]:
     ]
 
 
-def union(spans: Iterable[Span], kinds: tuple[str, ...]) -> list[Interval]:
-    """The intervals in which anything of these kinds runs; they do not touch."""
-    merged: list[Interval] = []
-    for start, end in sorted((span["start"], span["end"]) for span in spans if span["kind"] in kinds):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+def of_kinds(spans: Iterable[Span], kinds: tuple[str, ...]) -> list[Interval]:
+    """The intervals in which anything of these kinds runs."""
+    return union(span for span in spans if span["kind"] in kinds)
 
 
 def exposed(spans: Sequence[Span]) -> list[Interval]:
     """The intervals in which GPUs communicate or wait for each other and nothing is computed."""
-    busy, parts = union(spans, COMPUTATION), []
-    for start, end in union(spans, COMMUNICATION):
+    busy, parts = of_kinds(spans, COMPUTATION), []
+    for start, end in of_kinds(spans, COMMUNICATION):
         for busy_start, busy_end in busy:
             parts.append((start, min(busy_start, end)))
             start = max(start, busy_end)
@@ -68,13 +61,9 @@ def exposed(spans: Sequence[Span]) -> list[Interval]:
     return [(start, end) for start, end in parts if end > start]
 
 
-def total(intervals: Sequence[Interval]) -> float:
-    return sum(end - start for start, end in intervals)
-
-
 def perfect(spans: Sequence[Span]) -> float:
     """How long this call took if one of its kinds of work hid the other."""
-    return max(total(union(spans, kinds)) for kinds in (COMPUTATION, COMMUNICATION))
+    return max(total(of_kinds(spans, kinds)) for kinds in (COMPUTATION, COMMUNICATION))
 
 
 def draw(recording: dict[str, Any], path: Path) -> Path:
@@ -107,8 +96,8 @@ def draw(recording: dict[str, Any], path: Path) -> Path:
 def _draw_lanes(axes: Any, title: str, spans: Sequence[Span]) -> None:
     """Lane above lane; the title says how long it took and how much of that was exposed."""
     bare, length = exposed(spans), max((span["end"] for span in spans), default=0.0)
-    parts = {kind: union(spans, (kind,)) for kind in COMPUTATION}
-    parts |= {"hidden": union(spans, COMMUNICATION), "exposed": bare}
+    parts = {kind: of_kinds(spans, (kind,)) for kind in COMPUTATION}
+    parts |= {"hidden": of_kinds(spans, COMMUNICATION), "exposed": bare}
     for height, lane in enumerate(LANES):
         for name in lane:
             intervals = [(start, end - start) for start, end in parts[name]]
