@@ -51,11 +51,11 @@ def quantize_kernel(
     inside = (row < m) & (col < k)
     x = tl.load(x_ptr + row * k + col, mask=inside, other=0.0).to(tl.float32)
     if TELLS:
-        largest = tl.max(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), axis=0)
+        largest = tl.max(tl.max(magnitude(x), axis=1), axis=0)
         bits = told_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(bits, largest.to(tl.int32, bitcast=True), sem="relaxed")
     x *= scale
-    x = tl.where(x != x, x, tl.minimum(tl.maximum(x, -MOST), MOST))
+    x = tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     x8 = x.to(by_rows_ptr.dtype.element_ty)
     if ROWS:
         tl.store(by_rows_ptr + row * k + col, x8, mask=inside)
@@ -86,8 +86,13 @@ def scale_of_block(amax, MOST: tl.constexpr):
 @triton.jit
 def scaled(x, scale, MOST: tl.constexpr):
     """x * scale in e4m3. Infinity becomes the largest number, NaN stays."""
-    x = x * scale
-    return tl.where(x != x, x, tl.minimum(tl.maximum(x, -MOST), MOST)).to(tl.float8e4nv)
+    return tl.clamp(x * scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, 0 of NaN: one instruction, where a comparison and a choice are two."""
+    return tl.maximum(tl.abs(x), 0.0)
 
 
 @triton.jit
@@ -106,7 +111,7 @@ def quantize_pieces_kernel(
     row = tile_m * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     col = tile_k * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + row[:, None] * k + col[None, :]).to(tl.float32)
-    size = tl.where(x != x, 0.0, tl.abs(x))
+    size = magnitude(x)
     if ROWS:
         scale = scale_of_block(tl.max(size, axis=1), MOST)
         if PACKED:
@@ -139,7 +144,7 @@ def quantize_squares_kernel(
     row = tile_m * BLOCK + tl.arange(0, BLOCK)[:, None].to(tl.int64)
     col = tile_k * BLOCK + tl.arange(0, BLOCK)[None, :].to(tl.int64)
     x = tl.load(x_ptr + row * k + col).to(tl.float32)
-    scale = scale_of_block(tl.max(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), axis=0), MOST)
+    scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=1), axis=0), MOST)
     x8 = scaled(x, scale, MOST)
     if ROWS:
         tl.store(by_rows_ptr + row * k + col, x8)
@@ -158,7 +163,7 @@ def pack_rows_kernel(
         row = tile // pieces * ROWS + tl.arange(0, ROWS).to(tl.int64)
         col = tile % pieces * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row[:, None] * k + col[None, :], mask=(row < m)[:, None], other=0.0).to(tl.float32)
-        scale = scale_of_block(tl.max(tl.where(x != x, 0.0, tl.abs(x)), axis=1), MOST)
+        scale = scale_of_block(tl.max(magnitude(x), axis=1), MOST)
         tl.store(
             by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST), mask=(row < m)[:, None]
         )

@@ -151,8 +151,10 @@ def measure(name: str, bench: Bench) -> bool:
     """Join the ranks, measure, write and print; returns whether one of our methods failed or was wrong. name: the subcommand.
 
     Raises:
-        ValueError: a method cannot run on these ranks.
+        ValueError: a method cannot run on these ranks; there are no GPUs to capture graphs on.
     """
+    if bench.graphs and not torch.cuda.is_available():
+        raise ValueError("--graphs: CUDA graphs need GPUs, and this process sees none; leave it out")
     if name == "layers":
         # As Megatron-Core needs; read when CUDA starts, below.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -178,8 +180,6 @@ def measure(name: str, bench: Bench) -> bool:
 def session_of(bench: Bench, here: world.World) -> Session:
     """Collective. Raises ValueError where a method cannot run on these ranks."""
     on_gpu = here.device.type == "cuda"
-    if bench.graphs and not on_gpu:
-        raise ValueError("--graphs: CUDA graphs need GPUs, and this process sees none; leave it out")
     fits = [method for method in ("fused", "direct") if on_gpu and (not bench.node_ranks or Method(method).crosses)]
     methods = bench.methods or (*fits, "chunked", "collective")
     # symmetric_mib: enough for three slots of 1 GiB, the largest shape with M = 32768
