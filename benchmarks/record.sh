@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about twenty minutes on 4 x H200:
+# Records what lies under benchmarks/h200x4 on this machine's GPUs, with pictures; about half an hour on 4 x H200:
 #   benchmarks/record.sh FOLDER [SECONDS]
 # SECONDS: start nothing that would end later, and stop what does (default 3600). Needs .venv, which any make target makes.
 # Set CONNECTIONS for another CUDA_DEVICE_MAX_CONNECTIONS than 1, STEPS for some of the steps below only. Those with TransformerEngine
@@ -105,12 +105,12 @@ step loss_ulysses 150 $ulysses --seq-length 4096 --steps 200 --round-steps 20 --
 te8b="$mfu --model llama3-8b --layers 4 --global-batch-size 4 --steps 20 --round-steps 2"
 # shellcheck disable=SC2086
 for fusion in on off; do
-  te_step "mfu_te_$fusion" 90 $te8b --weight-gradient-fusion $fusion --variants "$te" --out "$out/mfu_te_$fusion"
+  te_step "mfu_te_$fusion" 130 $te8b --weight-gradient-fusion $fusion --variants "$te" --out "$out/mfu_te_$fusion"
 done
 # shellcheck disable=SC2086
 for recipe in tensorwise blockwise; do
   [ $recipe = tensorwise ] || te=te,te_overlap # userbuffers refuse it
-  te_step "mfu_te_$recipe" 90 $te8b --te-fp8 $recipe --variants "$te" --out "$out/mfu_te_$recipe"
+  te_step "mfu_te_$recipe" 130 $te8b --te-fp8 $recipe --variants "$te" --out "$out/mfu_te_$recipe"
 done
 step lora 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --lora 16 --out "$out/lora"
 step deterministic 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --deterministic --variants megatron,overlap --out "$out/deterministic"

@@ -33,6 +33,12 @@ def scale_of(amax_ptr, count, MOST: tl.constexpr, PADDED: tl.constexpr):
     return tl.where(amax == 0.0, 1.0, tl.where(amax < float("inf"), scale, float("nan")))
 
 
+@triton.jit
+def magnitude(x):
+    """|x|, 0 of NaN: one instruction, where a comparison and a choice are two."""
+    return tl.maximum(tl.abs(x), 0.0)
+
+
 @triton.jit(do_not_specialize=["count"])
 def quantize_kernel(
     x_ptr, amax_ptr, by_rows_ptr, by_columns_ptr, inverse_ptr, told_ptr, m, k, count, MOST: tl.constexpr,
@@ -87,12 +93,6 @@ def scale_of_block(amax, MOST: tl.constexpr):
 def scaled(x, scale, MOST: tl.constexpr):
     """x * scale in e4m3. Infinity becomes the largest number, NaN stays."""
     return tl.clamp(x * scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
-
-
-@triton.jit
-def magnitude(x):
-    """|x|, 0 of NaN: one instruction, where a comparison and a choice are two."""
-    return tl.maximum(tl.abs(x), 0.0)
 
 
 @triton.jit

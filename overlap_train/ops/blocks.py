@@ -87,7 +87,8 @@ def write_pieces(
     ]
     tensors = dict(zip(_PIECES, (x, *outputs[0], *outputs[-1]), strict=True))
     is_packed = isinstance(rows, torch.Tensor) or isinstance(columns, torch.Tensor)
-    told = dict(ROWS=rows is not None, COLUMNS=columns is not None, PACKED=is_packed)
+    warps = _WARPS_OF_ROWS if columns is None else _WARPS_WITH_COLUMNS
+    told = dict(ROWS=rows is not None, COLUMNS=columns is not None, PACKED=is_packed, num_warps=warps)
     stride = outputs[0][0].stride(0) if is_packed else outputs[0][1].shape[-1]
     _run(domain, "quantize_pieces_kernel", tensors, stride, told)
 
@@ -123,7 +124,7 @@ def squares(
         by_rows = w.new_empty(n, k, dtype=FORWARD) if rows else inverse
         by_columns = w.new_empty(n * k // height, height, dtype=FORWARD) if columns else inverse
         tensors = dict(zip(_SQUARES, (w.contiguous(), by_rows, by_columns, inverse), strict=True))
-        told = dict(ROWS=rows, COLUMNS=columns)
+        told = dict(ROWS=rows, COLUMNS=columns, num_warps=_WARPS_OF_SQUARES)
         _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), told, dict(height=height))
     else:
         by_rows, of_squares = _by_torch(w, BLOCK)
@@ -171,7 +172,7 @@ def _write_by_torch(x: torch.Tensor, rows: torch.Tensor | Pieces | None, columns
 
 
 def _run(
-    domain: OverlapDomain, kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool],
+    domain: OverlapDomain, kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, int],
     others: dict[str, int] | None = None,
 ) -> None:  # fmt: skip
     """Launch a kernel of kernels/quantize.py that has a program for each square of tensors["x_ptr"]. others: numbers that it is
@@ -182,15 +183,12 @@ def _run(
 
 
 def _launch(
-    kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, bool], others: dict[str, int]
+    kernel: str, tensors: dict[str, torch.Tensor], stride: int, told: dict[str, int], others: dict[str, int]
 ) -> Launch:
     from ..kernels import quantize as kernels
 
     m, k = tensors["x_ptr"].shape
-    warps = _WARPS_WITH_COLUMNS if told["COLUMNS"] else _WARPS_OF_ROWS
-    if kernel == "quantize_squares_kernel":
-        warps = _WARPS_OF_SQUARES
-    constants = dict(MOST=_MOST, BLOCK=BLOCK, num_warps=warps, **told)
+    constants = dict(MOST=_MOST, BLOCK=BLOCK, **told)
     arguments, replaced = dict(tensors, m=m, k=k, stride=stride, **others), tuple((name,) for name in tensors)
     return Launch(getattr(kernels, kernel), (m // BLOCK * (k // BLOCK),), arguments, constants, replaced)
 

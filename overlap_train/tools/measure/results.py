@@ -61,7 +61,7 @@ def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
 
 
 def in_lines(document: dict[str, Any]) -> str:
-    """As JSON: a line for each key, and for each item of a list of its own."""
+    """As JSON: a line for each key, or, where a list stands there, for each of its items."""
     parts = [
         f"{json.dumps(key)}: " + (_lines(value) if isinstance(value, list) else json.dumps(value))
         for key, value in document.items()
