@@ -34,7 +34,7 @@ test-nodes: ## groups that span nodes, each a network namespace of this machine:
 	$(bootstrap) main
 	$(pytest) tests/nodes $(TEST_ARGS)
 
-test-gpu: ## the GPU tests, on 2 or 4 GPUs, for every provider (TEST_ARGS="-k name ..." is passed on)
+test-gpu: ## the GPU tests, on 2, 4 or 8 GPUs, for every provider (TEST_ARGS="-k name ..." is passed on)
 	$(bootstrap) main
 	launch/test_gpu.sh $(python) $(TEST_ARGS)
 

@@ -107,7 +107,7 @@ class WeightGradient:
         if self._target is None:
             self._dw = x.multiply(dy_nm)
         else:
-            self._target.add_(x._replace(dtype=torch.float32).multiply(dy_nm))
+            x.accumulate(self._target, dy_nm)
 
     def result(self, placeholder: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """dw for autograd; None if it is delayed; None, or a placeholder where a hook insists on a gradient, if it goes into

@@ -284,6 +284,34 @@ def test_main_grad_accumulates_in_fp32(case: Case) -> None:
     assert bool((w.main_grad == 2 * 257 + 2.0**-10).all())
 
 
+@pytest.mark.parametrize("fp8", ["tensorwise", "blockwise"])
+def test_fp8_is_added_to_main_grad(case: Case, fp8: str) -> None:
+    """Twice, within the library's product: the gradient that is returned elsewhere, but for its rounding to bf16. A view that is
+    wider than the weight, and one at an odd address, which the library cannot add to, give the same."""
+    if torch.cuda.get_device_capability(case.device)[0] != 9:
+        pytest.skip("scales of blocks are for Hopper")
+    x, w, dy = (torch.randn(256, 256, device=case.device, dtype=torch.bfloat16) for _ in range(3))
+    w, wide = torch.nn.Parameter(w[:128]), torch.full((128, 264), 2.0**-10, device=case.device)
+    config = replace(case.config, fp8=fp8, main_grad="accumulate")
+    x_shard_m, dy = x[: 256 // case.world].contiguous(), dy[:, :128].contiguous()
+
+    def backward() -> None:
+        all_gather_linear(x_shard_m, w, group=case.group, config=config).backward(dy)
+
+    backward()
+    returned, found = w.grad.float(), []
+    for target in (wide[:, :256], wide.flatten()[1 : 1 + 128 * 256].view(128, 256)):
+        w.grad, w.main_grad = None, target.fill_(2.0**-10)
+        backward()
+        once = target.clone()
+        backward()
+        torch.testing.assert_close(once - 2.0**-10, returned, rtol=2.0**-8, atol=1e-3)
+        torch.testing.assert_close(target, 2 * once - 2.0**-10, rtol=1e-6, atol=1e-5)
+        found.append(once)
+    assert w.grad is None
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-5)
+
+
 def test_wrong_arguments_raise_on_every_rank(case: Case) -> None:
     ones = torch.ones(4 * case.world, 8, device=case.device, dtype=case.dtype)
     w = torch.ones(8, 8, device=case.device, dtype=case.dtype)
