@@ -102,8 +102,17 @@ class Product:
     def sizes(self) -> tuple[int, int, int]:
         return self.m_shard, self.n, self.k
 
+    @property
+    def m_chunk(self) -> int:
+        return self.m_shard // self.chunks
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks after this one, and then those before it."""
+        return [(self.rank + distance) % self.world for distance in range(1, self.world)]
+
     def stored(self, blocks: int = 1) -> Stored:
-        return Stored(blocks * self.chunks, self.m_shard // self.chunks, self.n)
+        return Stored(blocks * self.chunks, self.m_chunk, self.n)
 
 
 @dataclass

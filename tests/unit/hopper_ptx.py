@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,21 +14,9 @@ WORDS = (
 
 
 # of the kernels between received rows and attention, and of those that make fp8
-OTHERS = {
-    "amax_ptr": "*fp32",
-    "inverse_ptr": "*fp32",
-    "largest_ptr": "*fp32",
-    "by_rows_ptr": "*fp8e4nv",
-    "by_columns_ptr": "*fp8e4nv",
-    "row_scales_ptr": "*fp32",
-    "column_scales_ptr": "*fp32",
-    "scales_ptr": "*fp32",
-    "rows_ptr": "*i64",
-    "cos_ptr": "*fp32",
-    "sin_ptr": "*fp32",
-    "sums_ptr": "*fp32",
-    "eps": "fp32",
-}
+NUMBERS = ("amax", "inverse", "largest", "row_scales", "column_scales", "scales", "cos", "sin", "sums")
+OTHERS = {f"{name}_ptr": "*fp32" for name in NUMBERS}
+OTHERS |= {"by_rows_ptr": "*fp8e4nv", "by_columns_ptr": "*fp8e4nv", "rows_ptr": "*i64", "eps": "fp32"}
 
 
 def leave_the_interpreter() -> None:
@@ -57,13 +45,28 @@ def _without_assembler() -> Iterator[None]:
         yield
 
 
-def compiled(
-    kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, numbers: bool = False,
-    **switches: int,
-) -> tuple[str, int]:  # fmt: skip
-    """(PTX, bytes of shared memory) of a kernel for 4 ranks and 2 chunks; formats: of a and b; numbers: rows of experts have one;
-    switches: its constexprs."""
-    binary = compiled_kernel(kernel_name, b_is_nk, formats, bias, numbers, **switches)
+def _compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], aligned: Iterable[str]) -> Any:
+    """What Triton's compiler returns of a Gluon kernel, without a binary. types: of arguments; others are i32. aligned: arguments
+    that are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from overlap_train.ops.launch import LAUNCH
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    # in one order: it is in the hash
+    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, signature, values, attributes)
+    with _without_assembler():
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
+
+
+def compiled(*how: Any, **switches: Any) -> tuple[str, int]:
+    """(PTX, bytes of shared memory) of what compiled_kernel() returns."""
+    binary = compiled_kernel(*how, **switches)
     return binary.asm["ptx"], binary.metadata.shared
 
 
@@ -71,11 +74,7 @@ def compiled_kernel(
     kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, numbers: bool = False,
     **switches: int,
 ) -> Any:  # fmt: skip
-    """What Triton's compiler returns, without a binary."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+    """A kernel for 4 ranks and 2 chunks; formats: of a and b; numbers: rows of experts have one; switches: its constexprs."""
     from overlap_train.ops.launch import (
         BLOCK_K,
         BLOCK_M,
@@ -112,56 +111,32 @@ def compiled_kernel(
         direct = {"STAGES": STAGES_DIRECT, "BUFFERS": BUFFERS_DIRECT} if switches["DIRECT"] else {"BUFFERS": 1}
         constants = {"REDUCE": True, "EXCHANGE": False, "SHARES": False} | constants | direct
         kind = Kind.GEMM_A2A if constants["EXCHANGE"] else Kind.GEMM_RS
-        constants["RUN"] = units_in_run(
-            kind, constants["WORLD"], constants["CHUNKS"], constants["DIRECT"], constants["REDUCE"]
-        )
+        told = (constants[name] for name in ("WORLD", "CHUNKS", "DIRECT", "REDUCE"))
+        constants["RUN"] = units_in_run(kind, *told)
     panel, out = _descriptor(PART_M, depth, dtype=formats[0]), _descriptor(1, PART_M, half_n)
     b, b_half = (_descriptor(*((n, depth) if b_is_nk else (depth, n)), dtype=formats[1]) for n in (2 * half_n, half_n))
-    types = {
-        "own_desc": panel,
-        "gathered_desc": panel,
-        "a_desc": panel,
-        "b_desc": b,
-        "b_half_desc": b_half,
-        "y_desc": out,
-        "received_desc": panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, half_n),
-    } | {f"to{step}_desc": out for step in range(1, 8)}
-    types |= dict.fromkeys(WORDS, "*i64") | {
-        "own_ptr": f"*{formats[0]}",
-        "rows_desc": panel,
-        "numbers_ptr": "*fp32",
-        "bias_ptr": "*bf16",
-        "limit": "i64",
-        "tag": "i64",
-    }
-    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr", "gathered_scale_ptr"), "*fp32")
-    types |= {"x_ptr": "*u8" if constants["SCALING"] else "*bf16", "like_ptr": "*bf16", "y_ptr": "*bf16"}
-    types |= {"tokens_ptr": "*i64", "places_ptr": "*i64"}
+    types = dict.fromkeys(("own_desc", "gathered_desc", "a_desc", "rows_desc"), panel)
+    types |= {"b_desc": b, "b_half_desc": b_half}
+    types["received_desc"] = panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, half_n)
+    types |= dict.fromkeys(("y_desc", *(f"to{step}_desc" for step in range(1, 8))), out)
+    types |= dict.fromkeys((*WORDS, "tokens_ptr", "places_ptr"), "*i64") | {"limit": "i64", "tag": "i64"}
+    types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr", "gathered_scale_ptr", "numbers_ptr"), "*fp32")
+    types |= dict.fromkeys(("like_ptr", "y_ptr", "bias_ptr"), "*bf16") | {"own_ptr": f"*{formats[0]}"}
+    types["x_ptr"] = "*u8" if constants["SCALING"] else "*bf16"
     types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {
-        (i,): constants[name] for i, name in enumerate(names) if name in constants
-    }  # in one order: it is in the hash
     whole = ("n", "k", "pitch")  # m_shard is not specialised: rows are any number
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (name, param) in enumerate(zip(names, kernel.params, strict=True))
+    aligned = [
+        name
+        for name, param in zip(kernel.arg_names, kernel.params, strict=True)
         if name not in constants
         and (name.endswith("_ptr") or name in whole)
         and not param.do_not_specialize_on_alignment
-    }
-    source = GluonASTSource(kernel, signature, values, aligned)
-    with _without_assembler():
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
+    ]
+    return _compiled(kernel, constants, types, aligned)
 
 
 def compiled_wgrad(adds: bool, dtype: str, divisible: bool) -> Any:
-    """What Triton's compiler returns of the kernel of weight gradients of experts. divisible: features are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
-
+    """The kernel of weight gradients of experts. divisible: features are multiples of 16."""
     from overlap_train.kernels.hopper_grouped_wgrad import hopper_grouped_wgrad_kernel as kernel
     from overlap_train.ops.launch import BLOCK_K, BLOCK_M, BLOCK_N, HALF_N, LAUNCH, PART_M, STAGES
 
@@ -172,14 +147,7 @@ def compiled_wgrad(adds: bool, dtype: str, divisible: bool) -> Any:
     types = dict(
         dy_desc=dy, x_desc=x, dw_desc=_descriptor(1, PART_M, HALF_N, dtype=dtype), words_ptr="*i64", ends_ptr="*i32"
     )
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {(i,): constants[name] for i, name in enumerate(names) if name in constants}
-    whole = ("words_ptr", "ends_ptr", *(("n", "k") if divisible else ()))
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in whole}
-    source = GluonASTSource(kernel, signature, values, aligned)
-    with _without_assembler():
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
+    return _compiled(kernel, constants, types, ("words_ptr", "ends_ptr", *(("n", "k") if divisible else ())))
 
 
 def _descriptor(*block: int, dtype: str = "bf16") -> str:

@@ -43,25 +43,16 @@ def in_order(ptx: str, *patterns: str) -> bool:
     return re.search(".*?".join(patterns), ptx, flags=re.DOTALL) is not None
 
 
-def test_the_gathering_kernel_waits_and_fences_before_it_loads_a_peers_shard(compiled: Compile) -> None:
-    ptx, _ = compiled("hopper_all_gather_gemm", True)
+@pytest.mark.parametrize(("kernel", "loads"), [("hopper_all_gather_gemm", 18), ("hopper_all_to_all_gemm", 12)])
+def test_a_kernel_waits_and_fences_before_it_loads_what_is_a_peers(compiled: Compile, kernel: str, loads: int) -> None:
+    """Two strips of A, and B, for whole and for half tiles: of the own shard or block by loads that no wait guards; of the peers'
+    only behind the fence, as tiles with a strip of each, which a gather has."""
+    ptx, _ = compiled(kernel, True)
     assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
     assert len(re.findall(ACQUIRE, ptx)) == 2, "one poll before the loop, one inside"
-    # two strips of A, and B, for whole and for half tiles: of the own shard by loads that no wait guards; of the peers', or with
-    # a strip of each, only behind the fence
-    assert len(re.findall(TMA_LOAD, ptx)) == 18
+    assert len(re.findall(TMA_LOAD, ptx)) == loads
     for needed in (ACQUIRE, FENCE):
         assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 6
-
-
-def test_the_kernel_after_an_all_to_all_waits_and_fences_at_each_blocks_edge(compiled: Compile) -> None:
-    """As for the peers' shards: it has the own block, and then in a loop those of the peers."""
-    ptx, _ = compiled("hopper_all_to_all_gemm", True)
-    assert in_order(ptx, r"globaltimer", ACQUIRE, FENCE, TMA_LOAD)
-    assert len(re.findall(ACQUIRE, ptx)) == 2
-    assert len(re.findall(TMA_LOAD, ptx)) == 12
-    for needed in (ACQUIRE, FENCE):
-        assert len(re.findall(TMA_LOAD, reachable_without(ptx, needed))) == 6, "of the own block"
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -86,44 +77,48 @@ def test_the_scattering_kernel_waits_before_it_adds_each_peers_partial(compiled:
         )
 
 
-SENDING = [
+KERNELS = [
     ("hopper_all_gather_gemm", {}),
+    ("hopper_all_gather_gemm", {"DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
     ("hopper_all_to_all_gemm", {}),
-    ("hopper_gemm_reduce_scatter", {}),
-    ("hopper_gemm_reduce_scatter", {"REDUCE": False, "EXCHANGE": True}),
+    ("hopper_all_to_all_gemm", {"DIRECT": True}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}),
 ]
 
 
-@pytest.mark.parametrize(("kernel", "switches"), SENDING)
+@pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("DIRECT")])
 def test_a_kernel_that_sends_itself_counts_the_epoch_when_its_last_cta_leaves(
     compiled: Compile, kernel: str, switches: dict[str, bool]
 ) -> None:
     """The others must not: copies that are still under way send the word."""
-    (count,) = re.finditer(LEAVE, compiled(kernel, True, DIRECT=True, **switches)[0])
+    (count,) = re.finditer(LEAVE, compiled(kernel, True, **switches)[0])
     assert in_order(count.string[: count.start()][-2000:], r"bar\.sync")
     assert len(re.findall(r"st\.global", count.string[count.end() :])) == 4 + 4 * 8 + 1, "each counter, and the epoch"
-    assert not re.search(LEAVE, compiled(kernel, True, DIRECT=False, **switches)[0])
+    assert not re.search(LEAVE, compiled(kernel, True, **switches | {"DIRECT": False})[0])
 
 
-ARRIVALS = [  # barriers by how many groups of warps arrive at them: rings of STAGES panels, of two tile indices, outbox
-    ("hopper_all_gather_gemm", {}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
-    ("hopper_all_to_all_gemm", {}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": False}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": True}, {1: 3 + 2 + 8, 2: 3, 3: 2}),
-    ("hopper_dispatch_gemm", {}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
-    ("hopper_gemm_combine", {}, {1: 4 + 2 + 8, 2: 4, 3: 2}),
+STAGES = [  # panels of the ring
+    ("hopper_all_gather_gemm", {}, 4),
+    ("hopper_all_to_all_gemm", {}, 4),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": False}, 4),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}, 3),
+    ("hopper_gemm_reduce_scatter", {"DIRECT": True}, 3),
+    ("hopper_dispatch_gemm", {}, 4),
+    ("hopper_gemm_combine", {}, 4),
 ]
 
 
-@pytest.mark.parametrize(("kernel", "switches", "expected"), ARRIVALS)
-def test_barriers_wait_for_all_who_read(
-    compiled: Compile, kernel: str, switches: dict[str, bool], expected: dict[int, int]
-) -> None:
+@pytest.mark.parametrize(("kernel", "switches", "stages"), STAGES)
+def test_barriers_wait_for_all_who_read(compiled: Compile, kernel: str, switches: dict[str, bool], stages: int) -> None:
     """What is full comes from one; a panel is free when both multiplying groups have read it, an index when all have."""
     ptx, _ = compiled(kernel, True, **switches)
     counts = [int(count) for count in re.findall(r"mbarrier\.init\.\S+ \[\S+\], (\d+);", ptx)]
-    assert Counter(counts) == expected
+    # by how many groups of warps arrive at them: of the panels, of two tile indices, of the outbox
+    assert Counter(counts) == {1: stages + 2 + 8, 2: stages, 3: 2}
 
 
 # Of each of two multiplying groups: fences for what it writes into shared memory (left, right and a half tile), and the storing
@@ -155,17 +150,6 @@ def test_a_deferred_reduction_leaves_no_wait_in_the_scattering_kernel(compiled: 
     assert len(re.findall(TMA_STORE, ptx)) == 2 * 2 * 2, "two strips of the own rows, or into staging"
 
 
-KERNELS = [
-    ("hopper_all_gather_gemm", {}),
-    ("hopper_all_gather_gemm", {"DIRECT": True}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": False}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": True}),
-    ("hopper_all_to_all_gemm", {}),
-    ("hopper_all_to_all_gemm", {"DIRECT": True}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": False, "REDUCE": False, "EXCHANGE": True}),
-    ("hopper_gemm_reduce_scatter", {"DIRECT": True, "REDUCE": False, "EXCHANGE": True}),
-]
 ACROSS_NODES = [  # where other blocks come next; nothing is sent or added by the kernel
     ("hopper_all_gather_gemm", {"LOCAL": 2}),
     ("hopper_all_to_all_gemm", {"LOCAL": 2}),
@@ -186,13 +170,19 @@ def _keeps_its_registers_and_fits(ptx: str, shared: int) -> None:
     assert "setmaxnreg.inc" in ptx
 
 
+def _spills_nothing(compiling: ProcessPoolExecutor, ptx: str, shared: int) -> str:
+    """What the assembler says."""
+    _keeps_its_registers_and_fits(ptx, shared)
+    said = compiling.submit(hopper_ptx.resources, ptx).result(120)
+    assert "0 bytes spill stores" in said
+    return said
+
+
 @pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES + WITH_BIAS)
 def test_nothing_spills_and_the_stages_fit(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, switches: dict[str, bool]
 ) -> None:
-    ptx, shared = compiled(kernel, True, **switches)
-    _keeps_its_registers_and_fits(ptx, shared)
-    assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
+    _spills_nothing(compiling, *compiled(kernel, True, **switches))
 
 
 WIDE = {"BLOCK_K": 128}  # panels of one-byte operands
@@ -220,9 +210,7 @@ def test_products_of_one_byte_operands_keep_their_registers_and_run_on_the_tenso
 ) -> None:
     """They wait and signal as the others do. Two products of one group in flight at once would be serialized."""
     ptx, shared = compiled(kernel, True, formats, **switches)
-    _keeps_its_registers_and_fits(ptx, shared)
-    said = compiling.submit(hopper_ptx.resources, ptx).result(120)
-    assert "0 bytes spill stores" in said and "serialized" not in said
+    assert "serialized" not in _spills_nothing(compiling, ptx, shared)
     a, b = ({"fp8e4nv": "e4m3", "fp8e5": "e5m2"}[format] for format in formats)
     assert re.search(rf"wgmma\.mma_async\S+k32\.f32\.{a}\.{b}", ptx)
     assert missing(ptx, f"{kernel}_kernel", {"REDUCE": True, "DIRECT": False, "WORLD": 4} | switches) is None
@@ -282,8 +270,7 @@ def test_kernels_of_experts_send_16_bytes_a_thread_and_do_not_spill(
     for b_is_nk, world, how in ((True, 4, {}), (False, 8, {}), (True, 4, BLOCKS)):
         is_reversed = b_is_nk and not how
         ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world, REVERSED=is_reversed, **how)
-        _keeps_its_registers_and_fits(ptx, shared)
-        assert "0 bytes spill stores" in compiling.submit(hopper_ptx.resources, ptx).result(120)
+        _spills_nothing(compiling, ptx, shared)
         assert in_order(ptx, WIDE_STORE, COUNT, SIGNAL) and len(re.findall(WIDE_STORE, ptx)) >= 16
         assert len(re.findall(LEAVE, ptx)) == 1
     for world in (1, 2, 4, 8):

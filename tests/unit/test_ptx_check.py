@@ -179,28 +179,15 @@ def test_a_poll_that_was_moved_out_of_its_loop_is_noticed(ptx_of: Ptx) -> None:
 def test_every_kernel_has_an_entry() -> None:
     """One without is an error at its first launch, not silence."""
     files = (
-        "add_blocks",
-        "all_gather_gemm",
-        "all_reduce",
-        "all_to_all_gemm",
-        "arrivals",
-        "expert_tables",
-        "gemm_reduce_scatter",
-        "low_latency",
-        "quantize",
-        "sum_of_tokens",
-    )
-    modules = [importlib.import_module(f"overlap_train.kernels.{file}") for file in (*files, "signal")]
+        "add_blocks", "all_gather_gemm", "all_reduce", "all_to_all_gemm", "arrivals", "expert_tables", "gemm_reduce_scatter",
+        "low_latency", "quantize", "sum_of_tokens", "signal",
+    )  # fmt: skip
+    modules = [importlib.import_module(f"overlap_train.kernels.{file}") for file in files]
     names = {name for module in modules for name in vars(module) if name.endswith("_kernel")}
-    of_hopper = (
-        "all_gather_gemm",
-        "all_to_all_gemm",
-        "gemm_reduce_scatter",
-        "grouped_wgrad",
-        "dispatch_gemm",
-        "gemm_combine",
-    )
-    hopper = {f"hopper_{name}_kernel" for name in of_hopper}
+    products = (
+        "all_gather_gemm", "all_to_all_gemm", "gemm_reduce_scatter", "grouped_wgrad", "dispatch_gemm", "gemm_combine",
+    )  # fmt: skip
+    hopper = {f"hopper_{name}_kernel" for name in products}
     assert names | hopper == set(PROOFS)
 
 
