@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.utils import set_streams
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -33,7 +31,7 @@ from overlap_train.integrations.megatron import SDPACoreAttention, provide_accum
 from overlap_train.integrations.megatron.experts import weights_of
 from overlap_train.ops.quantize import Quantized
 from tests.megatron import layout
-from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, batches, optimizer_of, quietly_enable
+from tests.megatron.models import LLAMA, assembled, train_experts
 from tests.megatron.test_latent_attention import Core
 
 EXPERTS = dict(
@@ -98,102 +96,63 @@ def model_of(architecture: dict[str, Any], schedule: dict[str, Any], fuses: bool
     for layer in spec.layer_specs:
         parts = layer.submodules.self_attention.submodules
         parts.core_attention = Core if config.multi_latent_attention else SDPACoreAttention
-        if (
-            architecture is QWEN3
-        ):  # the spec of a TransformerEngine as old as the stand-in's version has Apex' norms there
+        if architecture is QWEN3:  # the spec of a TransformerEngine as old as the stand-in's has Apex' norms there
             parts.q_layernorm = parts.k_layernorm = TENorm
-    model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
-    if overlap is not None:
-        quietly_enable(model, overlap)
-    return model
+    return assembled(config, spec, overlap)
 
 
-def train(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(losses of the micro-batches of two steps, gradients of the last step)."""
-    config = model.config
-    config.finalize_model_grads_func = finalize_model_grads
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, delay_wgrad_compute=config.delay_wgrad_compute, use_distributed_optimizer=False
-    )
-    wrapped, data, losses = DistributedDataParallel(config, settings, model), batches(), []
-    optimizer = optimizer_of(wrapped)
-
-    def step(data: Iterator[torch.Tensor], chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-        text = next(data)
-        call = model.build_schedule_plan if return_schedule_plan else chunk
-        positions = torch.arange(SEQUENCE).expand(len(text), -1)
-        result = call(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
-        return result, lambda y: (y.float().mean(), {"loss": y.detach().mean()})
-
-    for _ in range(2):
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-        results = get_forward_backward_func()(
-            forward_step_func=step, data_iterator=data, model=[wrapped], num_microbatches=3, seq_length=SEQUENCE,
-            micro_batch_size=2, forward_only=False,
-        )  # fmt: skip
-        losses += [float(result["loss"]) for result in results]
-        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
-        optimizer.step()
-    return losses, gradients
+train = partial(train_experts, microbatches=3, by_adam=True)
 
 
+def _assert_alike(found: tuple[Any, Any], expected: tuple[Any, Any], told: str = "") -> None:
+    """Losses, and gradients of the last step. told: before what differs."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0, msg=lambda text: told + text)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6, msg=lambda text: told + text)
+
+
+@streams_on_cpu()
 def _assert_trains_alike(architecture: dict[str, Any]) -> None:
     """By each schedule of Megatron, with its fusion of gradients and without: the same losses and gradients as without overlap,
     and all linears overlap that send something."""
     provide_accumulation_fusion()  # the output layer is Megatron's own
-    losses, gradients = train(model_of(architecture, IN_TURN, False, None))
+    expected = train(model_of(architecture, IN_TURN, False, None))
     for main_grad in ("accumulate", "off"):  # delayed by TransformerEngine itself
         model = model_of(architecture, DELAYED, True, OverlapConfig(main_grad=main_grad))
         model.config.cpu_offloading = True  # calls fall back, and nothing else
-        found, of_tes = train(model)
-        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
-        torch.testing.assert_close(of_tes, gradients, rtol=1e-4, atol=1e-6)
+        _assert_alike(train(model), expected)
     for schedule, fuses in product((IN_TURN, TOGETHER, DELAYED), (False, True)):
         model = model_of(architecture, schedule, fuses, OverlapConfig())
-        found, of_ours = train(model)
-        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
-        for name, expected in gradients.items():
-            torch.testing.assert_close(
-                of_ours[name], expected, rtol=1e-4, atol=1e-6, msg=f"{name}, {schedule}, {fuses}"
-            )
+        _assert_alike(train(model), expected, told=f"{schedule}, {fuses}: ")
         sends = [row for row in report(model).linears if not row.reason.startswith(("expert:", "the same weight"))]
         assert {row.calls for row in sends} == {"overlapped 6"}, report(model)
         assert len(sends) == (11 if architecture is DEEPSEEK else 5), report(model)
 
 
 def mixtral_trains_by_all_schedules() -> None:
-    with streams_on_cpu():
-        _assert_trains_alike(MIXTRAL)
+    _assert_trains_alike(MIXTRAL)
 
 
 def qwen3_trains_by_all_schedules() -> None:
-    with streams_on_cpu():
-        _assert_trains_alike(QWEN3)
+    _assert_trains_alike(QWEN3)
 
 
 def deepseek_trains_by_all_schedules() -> None:
-    with streams_on_cpu():
-        _assert_trains_alike(DEEPSEEK)
+    _assert_trains_alike(DEEPSEEK)
 
 
+@streams_on_cpu()
 def experts_overlap_as_sequential_and_as_grouped_linears() -> None:
     """Of TransformerEngine's spec, with its fusion of gradients and without."""
-    with streams_on_cpu():
-        for grouped, fuses in product((False, True), (False, True)):
-            architecture = dict(MIXTRAL, moe_grouped_gemm=grouped)
-            if grouped and fuses:  # its output is thrown away, and made again when that of fc2 has its gradient
-                architecture |= dict(recompute_granularity="selective", recompute_modules=["moe_act"])
-            expected = train(model_of(architecture, IN_TURN, fuses, None))
-            model = model_of(architecture, IN_TURN, fuses, OverlapConfig(experts=True))
-            assert type(model.decoder.layers[0].mlp.experts).__name__ == (
-                "TEGroupedMLP" if grouped else "SequentialMLP"
-            )
-            found = train(model)
-            torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
-            torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
-            rows = [row for row in report(model).linears if "experts" in row.name]
-            assert [(row.slot, row.calls) for row in rows] == [("experts", "overlapped 6")] * 2, report(model)
+    for grouped, fuses in product((False, True), (False, True)):
+        architecture = dict(MIXTRAL, moe_grouped_gemm=grouped)
+        if grouped and fuses:  # its output is thrown away, and made again when that of fc2 has its gradient
+            architecture |= dict(recompute_granularity="selective", recompute_modules=["moe_act"])
+        expected = train(model_of(architecture, IN_TURN, fuses, None))
+        model = model_of(architecture, IN_TURN, fuses, OverlapConfig(experts=True))
+        assert type(model.decoder.layers[0].mlp.experts).__name__ == ("TEGroupedMLP" if grouped else "SequentialMLP")
+        _assert_alike(train(model), expected)
+        rows = [row for row in report(model).linears if "experts" in row.name]
+        assert [(row.slot, row.calls) for row in rows] == [("experts", "overlapped 6")] * 2, report(model)
 
 
 def experts_in_transformer_engines_fp8_are_as_in_ours() -> None:
@@ -236,8 +195,6 @@ def shared_experts_that_hide_the_exchange_of_others_stay_megatrons() -> None:
         schedule = dict(moe_shared_expert_overlap=True)
         expected = train(model_of(DEEPSEEK, schedule, False, None))
         model = model_of(DEEPSEEK, schedule, False, OverlapConfig())
-        found = train(model)
-        torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
-        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-6)
+        _assert_alike(train(model), expected)
         shared = [row for row in report(model).linears if "shared_experts" in row.name]
         assert len(shared) == 2 and {row.method for row in shared} == {"megatron"}

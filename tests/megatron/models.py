@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from overlap_train import Fp8Copies, OverlapConfig, SequenceLayout
-from overlap_train.integrations.megatron import enable, gpt_block_spec
+from overlap_train.integrations.megatron import enable, gpt_block_spec, report
 from overlap_train.ops import quantize
 from tests.megatron import layout
 from tests.megatron.linears import model_config
@@ -41,6 +41,7 @@ LLAMA = dict(
     attention_dropout=0.0,
 )
 GPT2 = dict(normalization="LayerNorm", hidden_dropout=0.0, attention_dropout=0.0)
+FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,17 @@ def gpt(recipe: Recipe) -> GPTModel:
         tensor_model_parallel_size=recipe.tensor_parallel, context_parallel_size=recipe.context_parallel,
         **{"cp_comm_type": "a2a", "sequence_parallel": recipe.tensor_parallel > 1, **recipe.architecture},
     )  # fmt: skip
-    config.finalize_model_grads_func = finalize_model_grads
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=gpt_block_spec(config),
-        vocab_size=VOCABULARY,
-        max_sequence_length=2 * SEQUENCE,
-        share_embeddings_and_output_weights=recipe.tied,
+    return assembled(
+        config, gpt_block_spec(config), recipe.overlap, share_embeddings_and_output_weights=recipe.tied,
         position_embedding_type=recipe.positions,
-    )
-    if recipe.overlap is not None:
-        quietly_enable(model, recipe.overlap)
+    )  # fmt: skip
+
+
+def assembled(config: Any, spec: Any, overlap: OverlapConfig | None = None, **arguments: Any) -> GPTModel:
+    """A model of any layer spec. overlap: None leaves it as it is. arguments: GPTModel's."""
+    model = GPTModel(config, spec, VOCABULARY, 2 * SEQUENCE, **{"position_embedding_type": "rope", **arguments})
+    if overlap is not None:
+        quietly_enable(model, overlap)
     return model
 
 
@@ -88,9 +89,11 @@ def quietly_enable(model: GPTModel | list[GPTModel], config: OverlapConfig) -> s
 
 
 def wrap(recipe: Recipe, model: GPTModel) -> DistributedDataParallel:
+    model.config.finalize_model_grads_func = finalize_model_grads
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=recipe.overlap_grad_reduce, use_distributed_optimizer=False
-    )
+        grad_reduce_in_fp32=True, overlap_grad_reduce=recipe.overlap_grad_reduce, use_distributed_optimizer=False,
+        delay_wgrad_compute=model.config.delay_wgrad_compute,
+    )  # fmt: skip
     return DistributedDataParallel(model.config, settings, model)
 
 
@@ -179,9 +182,9 @@ def optimizer_of(model: DistributedDataParallel) -> Any:
     return get_megatron_optimizer(settings, [model])
 
 
-def train(recipe: Recipe, steps: int) -> tuple[list[float], DistributedDataParallel]:
-    """Losses of the steps, and the model after them."""
-    model = wrap(recipe, gpt(recipe))
+def train(recipe: Recipe, steps: int, bare: GPTModel | None = None) -> tuple[list[float], DistributedDataParallel]:
+    """Losses of the steps, and the model after them. bare: the model before; None: as the recipe says."""
+    model = wrap(recipe, gpt(recipe) if bare is None else bare)
     optimizer, data, losses = optimizer_of(model), batches(), []
     for _ in range(steps):
         model.zero_grad_buffer()
@@ -190,6 +193,45 @@ def train(recipe: Recipe, steps: int) -> tuple[list[float], DistributedDataParal
         successful, _, _ = optimizer.step()
         assert successful
     return losses, model
+
+
+def train_experts(
+    model: GPTModel, microbatches: int, by_adam: bool, steps: int = 2
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(losses of the micro-batches, gradients of the last step), by each schedule of Megatron. by_adam: else a tenth of its
+    gradient is taken from a weight: Adam makes much of the last bits of what is small."""
+    wrapped, data, losses = wrap(Recipe({}), model), batches(), []
+    optimizer = optimizer_of(wrapped) if by_adam else None
+
+    def step(data: Iterator[torch.Tensor], chunk: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+        text = next(data)
+        call = model.build_schedule_plan if return_schedule_plan else chunk
+        positions = torch.arange(SEQUENCE).expand(len(text), -1)
+        result = call(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
+        return result, lambda y: (y.float().mean(), {"loss": y.detach().float().mean()})
+
+    for _ in range(steps):
+        wrapped.zero_grad_buffer()
+        results = get_forward_backward_func()(
+            forward_step_func=step, data_iterator=data, model=[wrapped], num_microbatches=microbatches, seq_length=SEQUENCE,
+            micro_batch_size=BATCH, forward_only=False,
+        )  # fmt: skip
+        losses += [float(result["loss"]) for result in results]
+        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        for parameter in model.parameters():
+            parameter.data.sub_(0.1 * parameter.main_grad)
+    return losses, gradients
+
+
+def assert_in_fp8(model: torch.nn.Module, said: str) -> None:
+    """The table says it of each linear but the output layer."""
+    reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
+    assert len(reasons) == 5
+    assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
 
 
 def three_steps(
@@ -234,9 +276,9 @@ def three_steps(
     return [*results, *(parameter.detach() for parameter in bare.parameters())], made
 
 
-def gradients(recipe: Recipe) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and reduced main_grad of every parameter after one step's microbatches, and no optimizer step."""
-    model = wrap(recipe, gpt(recipe))
+def gradients(recipe: Recipe, bare: GPTModel | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and reduced main_grad of every trained parameter after one step's microbatches, and no optimizer step."""
+    model = wrap(recipe, gpt(recipe) if bare is None else bare)
     model.zero_grad_buffer()
     loss = forward_backward(recipe, model, batches())
-    return loss, {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
+    return loss, {name: p.main_grad.clone() for name, p in model.module.named_parameters() if p.requires_grad}

@@ -13,12 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.extensions import transformer_engine as megatron_te
 from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
 from megatron.core.transformer.mlp import MLP
@@ -29,7 +26,7 @@ from overlap_train.integrations.megatron import SDPACoreAttention, provide_accum
 from overlap_train.ops.quantize import quantized_by_torch
 from tests.megatron import layout, models, te_stand_in, ulysses
 from tests.megatron.linears import fall_back, model_config
-from tests.megatron.models import LLAMA, quietly_enable
+from tests.megatron.models import FULL_RECOMPUTE, LLAMA, quietly_enable
 from tests.megatron.te_stand_in import Float8Tensor
 from tests.megatron.test_main_grad import GRADIENTS, as_ddps_hook, as_in_ddp
 
@@ -42,7 +39,9 @@ DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 ARCHITECTURES = {"rms": RMS, "zero-centered": ZERO_CENTERED, "qkv-bias": QKV_BIAS}
 
 
-def model_of(context_parallel: int, tensor_parallel: int = 1, **architecture: Any) -> Any:
+def model_of(
+    context_parallel: int, tensor_parallel: int = 1, overlap: OverlapConfig | None = None, **architecture: Any
+) -> Any:
     """A GPT of Megatron's TE spec; the same weights at every call. Over TP with torch's core attention."""
     layout.prepare()
     layout.use(tensor_parallel, context_parallel=context_parallel)
@@ -58,31 +57,27 @@ def model_of(context_parallel: int, tensor_parallel: int = 1, **architecture: An
         parts.q_layernorm = parts.k_layernorm = TENorm
     if tensor_parallel > 1:
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
-    return GPTModel(config, spec, vocab_size=48, max_sequence_length=16, position_embedding_type="rope")
+    return models.assembled(config, spec, overlap)
 
 
 def train(model: Any, context_parallel: int = 1) -> list[float]:
-    model.config.finalize_model_grads_func = finalize_model_grads
-    run, data = ulysses.Run(context_parallel=context_parallel), models.batches()
-    wrapped = models.wrap(run, model)
-    optimizer, losses = models.optimizer_of(wrapped), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        losses.append(models.forward_backward(run, wrapped, data))
-        optimizer.step()
-    return losses
+    return models.train(ulysses.Run(context_parallel=context_parallel), 3, model)[0]
+
+
+def enable_and_keep_names(model: Any, overlap: OverlapConfig, own: Any) -> None:
+    """Parameters and classes of linears stay the model's, and keys those of Megatron's `own`."""
+    before, classes = dict(model.named_parameters()), names(model)
+    quietly_enable(model, overlap)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
+    assert names(model) == classes and list(model.state_dict()) == list(own.state_dict())
 
 
 def training_with_overlap_is_training_without() -> None:
     for architecture in (RMS, ZERO_CENTERED, QKV_BIAS):
         own, overlapped = (model_of(1, 2, **architecture) for _ in range(2))
-        before, classes = dict(overlapped.named_parameters()), names(overlapped)
-        quietly_enable(overlapped, OverlapConfig())
-        after = dict(overlapped.named_parameters())
-        assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
-        assert names(overlapped) == classes and list(own.state_dict()) == list(overlapped.state_dict())
-        metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        keys = [model.sharded_state_dict(metadata=metadata).keys() for model in (own, overlapped)]
+        enable_and_keep_names(overlapped, OverlapConfig(), own)
+        keys = [model.sharded_state_dict(metadata=ulysses.metadata()).keys() for model in (own, overlapped)]
         assert keys[0] == keys[1]
         kernels = sys.modules["transformer_engine_torch"]
         kernels.calls = te_stand_in._Norm.calls = 0  # type: ignore[attr-defined]
@@ -98,41 +93,36 @@ def training_with_overlap_is_training_without() -> None:
 
 def fp8_with_one_scale_a_tensor_is_ours_and_other_recipes_are_transformer_engines() -> None:
     """Layers that TransformerEngine leaves out stay in bf16. The stand-in has no fp8 itself."""
-    fp8 = dict(fp8="hybrid", fp8_recipe="tensorwise", attention_dropout=0.0, hidden_dropout=0.0)
+    fp8 = dict(**DROPOUT, fp8="hybrid", fp8_recipe="tensorwise")
     expected = train(model_of(1, 2, **RMS))
     state, losses = sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager, {}
     left_out = "TransformerEngine leaves this layer out"
     for run, said in (("hybrid", "fp8 tensorwise"), ("e4m3", "fp8 tensorwise_e4m3"), (None, left_out)):
         state.is_fp8_enabled.return_value = run is not None
-        model = model_of(1, 2, **{**RMS, **fp8, "fp8": run or "hybrid"})
-        quietly_enable(model, OverlapConfig())
+        model = model_of(1, 2, OverlapConfig(), **{**RMS, **fp8, "fp8": run or "hybrid"})
         with patch("megatron.core.fp8_utils.get_fp8_recipe"):  # which asks for a newer version than the stand-in's
             losses[run] = train(model)
-        reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
-        assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
+        models.assert_in_fp8(model, said)
     assert losses[None] == pytest.approx(expected, rel=1e-5)
     assert all(losses[run] == pytest.approx(expected, rel=0.02) for run in ("hybrid", "e4m3"))
     assert len({tuple(of_run) for of_run in (expected, losses["hybrid"], losses["e4m3"])}) == 3
     model = model_of(1, 2, **RMS, **fp8)
     for recipe in ("mxfp8", "blockwise"):  # in hybrid
         model.config.fp8_recipe = recipe
-        with pytest.raises(
-            ValueError, match="take --fp8-recipe delayed or tensorwise, or blockwise with --fp8-format e4m3"
-        ):
+        said = "take --fp8-recipe delayed or tensorwise, or blockwise with --fp8-format e4m3"
+        with pytest.raises(ValueError, match=said):
             quietly_enable(model, OverlapConfig())
 
 
 def fp8_with_scales_of_blocks_is_ours_where_blocks_fit() -> None:
     """The stand-in has no fp8 itself. Where scales are no powers of two, or weights are kept in fp8, it is refused by name."""
-    fp8 = dict(fp8="e4m3", fp8_recipe="blockwise", attention_dropout=0.0, hidden_dropout=0.0)
+    fp8 = dict(**DROPOUT, fp8="e4m3", fp8_recipe="blockwise")
     sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
     for sizes, said in ((dict(hidden_size=256, ffn_hidden_size=256), "fp8 blockwise"), ({}, "not a multiple of")):
-        model = model_of(1, 2, **RMS, **fp8, **sizes)
-        quietly_enable(model, OverlapConfig())
+        model = model_of(1, 2, OverlapConfig(), **RMS, **fp8, **sizes)
         with patch("megatron.core.fp8_utils.get_fp8_recipe"), patch.object(models, "SEQUENCE", 128 if sizes else 16):
             train(model)
-        reasons = {row.slot: row.reason for row in report(model).linears if row.slot is not None}
-        assert all((said in reason) == (slot != "output") for slot, reason in reasons.items()), reasons
+        models.assert_in_fp8(model, said)
     model = model_of(1, 2, **RMS, **fp8)
     for variables, said in (
         ({"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}, "unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES"),
@@ -307,8 +297,7 @@ def a_step_of_delayed_scaling_makes_each_weight_in_fp8_once() -> None:
 
 def _delayed() -> tuple[Any, Any, Any, torch.Tensor, torch.Tensor]:
     """A model of delayed scaling, two of its linears, which follow each other, an input and a gradient of the output."""
-    model = model_of(1, 2, **{**RMS, **DROPOUT}, fp8="hybrid", fp8_recipe="delayed")
-    quietly_enable(model, OverlapConfig())
+    model = model_of(1, 2, OverlapConfig(), **RMS, **DROPOUT, fp8="hybrid", fp8_recipe="delayed")
     mlp = model.decoder.layers[0].mlp
     random = torch.Generator().manual_seed(mlp.linear_fc2.tp_group.rank())
     x, dy = (torch.randn(8, 2, 32, generator=random) for _ in range(2))
@@ -330,8 +319,7 @@ def a_weight_that_is_kept_in_fp8_is_multiplied_as_it_is() -> None:
     sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
     results = []
     for kept in (False, True):
-        model = model_of(1, 2, **{**RMS, **DROPOUT, **fp8, "gradient_accumulation_fusion": True})
-        quietly_enable(model, OverlapConfig())
+        model = model_of(1, 2, OverlapConfig(), **RMS, **DROPOUT, **fp8, gradient_accumulation_fusion=True)
         for linear in (model.decoder.layers[0].mlp.linear_fc1, model.decoder.layers[0].mlp.linear_fc2):
             w = linear.weight.detach()
             w8 = quantized_by_torch(w, w.abs().amax().view(1), torch.float8_e4m3fn)
@@ -366,7 +354,6 @@ def a_step_makes_each_weight_in_fp8_once() -> None:
     """Two layers with four linears. Under TransformerEngine's fp8 by its flag, also recomputed; without its cache in each call.
     Under ours by DDP's mark, which is there with gradient accumulation fusion only."""
     TES = dict(fp8="hybrid", fp8_recipe="tensorwise")
-    recomputed = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.is_fp8_enabled.return_value = True
 
     def recompute(function: Any, *arguments: Any, **rest: Any) -> Any:
@@ -376,7 +363,7 @@ def a_step_makes_each_weight_in_fp8_once() -> None:
     for settings, falls_back, made in (
         (TES, (), [8] * 3),
         (TES, (4,), [8] * 3),
-        ({**TES, **recomputed}, (), [8] * 3),
+        ({**TES, **FULL_RECOMPUTE}, (), [8] * 3),
         ({**TES, "disable_parameter_transpose_cache": True}, (), [8 * 4] * 3),
         ({"gradient_accumulation_fusion": True}, (), [8] * 3),
         ({"gradient_accumulation_fusion": True, "cuda_graph_impl": "transformer_engine"}, (), [8 * 4] * 3),
@@ -384,9 +371,8 @@ def a_step_makes_each_weight_in_fp8_once() -> None:
     ):
         found, recipe = [], ulysses.Run(2, microbatches=4)
         for keeps in (True, False):
-            model = model_of(1, 2, **RMS, **{"attention_dropout": 0.0, "hidden_dropout": 0.0, **settings})
-            model.config.finalize_model_grads_func = finalize_model_grads
-            quietly_enable(model, OverlapConfig(fp8="off" if "fp8" in settings else "tensorwise"))
+            overlap = OverlapConfig(fp8="off" if "fp8" in settings else "tensorwise")
+            model = model_of(1, 2, overlap, **RMS, **DROPOUT, **settings)
             with patch("megatron.core.fp8_utils.get_fp8_recipe"), patch.dict(sys.modules, tes):
                 modes = ((False, True), (False, False))
                 found.append(models.three_steps(recipe, models.wrap(recipe, model), modes, falls_back, keeps))
@@ -398,8 +384,7 @@ def a_step_makes_each_weight_in_fp8_once() -> None:
 def transformer_engine_makes_its_own_copies_anew_after_overlapped_calls() -> None:
     """What it is told in calls that fall back, where Megatron says at the first call of each step that it is the first. Told that
     in mid-step, its backward would write over main_grad. Told nothing, it makes the weight anew."""
-    model, told = model_of(1, 2, **RMS), []
-    quietly_enable(model, OverlapConfig())
+    model, told = model_of(1, 2, OverlapConfig(), **RMS), []
     linear, x = model.decoder.layers[0].mlp.linear_fc1, torch.ones(8, 2, 32)
 
     def forward(linear: Any, x: Any, is_first_microbatch: bool | None) -> Any:
@@ -418,8 +403,8 @@ def transformer_engine_makes_its_own_copies_anew_after_overlapped_calls() -> Non
 
 
 def evaluation_overlaps_and_a_second_enable_changes_nothing() -> None:
-    model, tokens, positions = model_of(1, 2, **RMS), torch.arange(32).reshape(2, 16), torch.arange(16).expand(2, -1)
-    quietly_enable(model, OverlapConfig())
+    model = model_of(1, 2, OverlapConfig(), **RMS)
+    tokens, positions = torch.arange(32).reshape(2, 16), torch.arange(16).expand(2, -1)
     trained = model(tokens, positions, None)
     quietly_enable(model, OverlapConfig())
     torch.testing.assert_close(model.eval()(tokens, positions, None), trained, rtol=1e-4, atol=1e-5)
@@ -429,10 +414,9 @@ def evaluation_overlaps_and_a_second_enable_changes_nothing() -> None:
 def the_norms_output_comes_with_the_product_where_lora_asks_for_it() -> None:
     """With a bias that the caller adds and without, the norm's output of this rank's rows and of all, overlapped and not."""
     for architecture, gathered, frozen, falls_back in product((RMS, ZERO_CENTERED), *[(False, True)] * 3):
-        own, overlapped = (model_of(1, 2, **architecture) for _ in range(2))
-        quietly_enable(overlapped, OverlapConfig())
         results = []
-        for model in (own, overlapped):
+        for overlap in (None, OverlapConfig()):
+            model = model_of(1, 2, overlap, **architecture)
             linear = fall_back(model.decoder.layers[0].mlp.linear_fc1, falls_back)
             linear.return_layernorm_output, linear.return_layernorm_output_gathered = True, gathered
             linear.requires_grad_(not frozen)
@@ -447,8 +431,7 @@ def the_norms_output_comes_with_the_product_where_lora_asks_for_it() -> None:
 
 
 def the_weight_gradient_goes_into_main_grad_only_where_transformer_engine_adds_there_too() -> None:
-    model = model_of(1, 2, **RMS)
-    quietly_enable(model, OverlapConfig())
+    model = model_of(1, 2, OverlapConfig(), **RMS)
     linear, gradients = model.decoder.layers[0].mlp.linear_fc1, []
     weight = linear.weight
     for fused in (False, True):
@@ -465,16 +448,13 @@ def calls_that_fall_back_do_as_overlapped_ones() -> None:
     for fusion, main_grad, dtype in ((False, *GRADIENTS[0]), *((True, *gradient) for gradient in GRADIENTS)):
         bound = 1e-6 if dtype == torch.float32 else 2**-7
         assert max(_errors(fusion, main_grad, dtype)) < bound
-        model = model_of(2, gradient_accumulation_fusion=fusion).to(dtype)
-        quietly_enable(model, OverlapConfig(method="chunked", main_grad=main_grad))
+        overlap = OverlapConfig(method="chunked", main_grad=main_grad)
+        model = model_of(2, overlap=overlap, gradient_accumulation_fusion=fusion).to(dtype)
         assert ulysses.error_of_two_kinds_of_call(model) < bound
 
 
 def _errors(fusion: bool, main_grad: str, dtype: Any) -> Iterator[float]:
-    model = model_of(1, 2, **RMS).to(dtype)
-
-    quietly_enable(model, OverlapConfig(main_grad=main_grad))
-    mlp = model.decoder.layers[0].mlp
+    mlp = model_of(1, 2, OverlapConfig(main_grad=main_grad), **RMS).to(dtype).decoder.layers[0].mlp
     for linear in (mlp.linear_fc1, mlp.linear_fc2):
         linear.fuse_wgrad_accumulation, weight = fusion, linear.weight
         x = torch.randn(8, 2, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -526,11 +506,7 @@ def ulysses_trains_as_one_rank_and_everything_keeps_its_name() -> None:
         alone = model_of(1, **settings)
         expected = train(alone, 1)
         model = model_of(2, **settings)
-        before, classes = dict(model.named_parameters()), names(model)
-        quietly_enable(model, OverlapConfig(method="chunked"))
-        after = dict(model.named_parameters())
-        assert before.keys() == after.keys() and all(before[name] is after[name] for name in before)
-        assert names(model) == classes and list(model.state_dict()) == list(alone.state_dict())
+        enable_and_keep_names(model, OverlapConfig(method="chunked"), alone)
         losses = train(model, 2)
         assert losses == pytest.approx(expected, rel=2e-6) and losses[-1] < losses[0]
         rows = {row.slot: (row.fprop, row.method, row.calls) for row in report(model).linears}
@@ -540,8 +516,7 @@ def ulysses_trains_as_one_rank_and_everything_keeps_its_name() -> None:
 
 def rows_between_documents_are_zeros_whatever_the_core_attention_leaves_there() -> None:
     """Documents of 5 and 10 rows, padded to 8 and 16, and 8 rows of none: this rank has half of each."""
-    model = model_of(2)
-    quietly_enable(model, OverlapConfig(method="chunked"))
+    model = model_of(2, overlap=OverlapConfig(method="chunked"))
     real, ends = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 5, 15], [0, 8, 24]))
     packed = PackedSeqParams("thd", real, real, ends, ends, 16, 16)
     x = torch.randn(16, 1, model.config.hidden_size, requires_grad=True)

@@ -20,34 +20,27 @@ class _Norm(torch.nn.Module):
     calls = 0  # of all norms outside the fused linear
 
     def __init__(
-        self,
-        normalized_shape: int = 0,
-        *,
-        hidden_size: int = 0,  # the same, as Megatron 0.16 calls it
-        eps: float,
-        sequence_parallel: bool,
-        zero_centered_gamma: bool,
+        self, normalized_shape: int = 0, *, hidden_size: int = 0, eps: float, sequence_parallel: bool, zero_centered_gamma: bool,
         **rest: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        """hidden_size: the same as normalized_shape, as Megatron 0.16 calls it."""
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = _norm_parameter(normalized_shape or hidden_size, zero_centered_gamma, sequence_parallel)
 
-
-class RMSNorm(_Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _Norm.calls += 1
-        return _normalised(x, self.weight, None, self.eps, self.zero_centered_gamma)
+        return _normalised(x, self.weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
+
+
+class RMSNorm(_Norm):
+    """te.pytorch.RMSNorm."""
 
 
 class LayerNorm(_Norm):
     def __init__(self, *size: int, sequence_parallel: bool, **rest: Any) -> None:
         super().__init__(*size, sequence_parallel=sequence_parallel, **rest)
         self.bias = _norm_parameter(self.weight.numel(), True, sequence_parallel)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _Norm.calls += 1
-        return _normalised(x, self.weight, self.bias, self.eps, self.zero_centered_gamma)
 
 
 class Linear(torch.nn.Module):

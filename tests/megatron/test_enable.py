@@ -12,7 +12,6 @@ from unittest import mock
 import megatron.core
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from overlap_train import OverlapConfig
@@ -28,12 +27,12 @@ from overlap_train.integrations.megatron import ahead as under_test
 from overlap_train.integrations.megatron.linears import overlapped_linears
 from overlap_train.ops import rehearsal
 from tests.megatron.linears import assert_same, column_pair, model_config, row_pair, run
-from tests.megatron.models import LLAMA, Recipe, batches, forward_backward, gpt, quietly_enable, wrap
+from tests.megatron.models import LLAMA, Recipe, assembled, batches, forward_backward, gpt, quietly_enable, wrap
 from tests.megatron.test_path_matrix import column_input, row_input
 from tests.megatron.test_spec import MIXTURE
 from tests.megatron.workers import on_ranks
 
-PLAIN = Recipe(LLAMA)
+PLAIN, OVERLAPPED = Recipe(LLAMA), Recipe(LLAMA, overlap=OverlapConfig())
 
 
 @on_ranks
@@ -84,8 +83,7 @@ def overlaps(model: torch.nn.Module) -> list[Any]:
 @on_ranks
 def test_second_call_takes_what_was_added() -> None:
     """A linear that came after the first enable() is overlapped by the second, unless DDP has come between them."""
-    model = gpt(PLAIN)
-    quietly_enable(model, OverlapConfig())
+    model = gpt(OVERLAPPED)
     new = model.output_layer = gpt(PLAIN).output_layer
     wrapped = wrap(PLAIN, model)
     with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
@@ -130,8 +128,7 @@ def test_first_pipeline_stage_needs_no_output_layer() -> None:
 
 @on_ranks
 def test_experts_are_left_alone() -> None:
-    model = gpt(Recipe({**LLAMA, **MIXTURE}))
-    quietly_enable(model, OverlapConfig())
+    model = gpt(replace(OVERLAPPED, architecture={**LLAMA, **MIXTURE}))
     experts = [linear for linear in report(model).linears if "expert" in linear.name]
     assert len(experts) == 2 * 2
     assert all(x.method == "megatron" and x.reason.startswith("expert") for x in experts)
@@ -174,8 +171,7 @@ def test_subclasses_are_left_alone() -> None:
 def test_each_linear_goes_by_its_own_settings(order: tuple[str, str], on_unsupported: str) -> None:
     """Of two models in one, that of TransformerEngine's overlap keeps Megatron's linears."""
     config = model_config(tp_comm_overlap=True, **LLAMA)
-    parts = {"encoder": GPTModel(config, gpt_block_spec(config), 48, 16, position_embedding_type="rope")}
-    parts["decoder"] = gpt(PLAIN)
+    parts = {"encoder": assembled(config, gpt_block_spec(config)), "decoder": gpt(PLAIN)}
     both = torch.nn.ModuleDict({name: parts[name] for name in order})
     quietly_enable(both, OverlapConfig(on_unsupported=on_unsupported))
     assert (len(overlaps(parts["encoder"])), len(overlaps(parts["decoder"]))) == (0, 9)
@@ -303,9 +299,8 @@ def test_a_version_that_nobody_has_tried_is_named_on_rank_zero() -> None:
 @on_ranks
 def test_what_is_foreseen_at_the_first_call_is_what_all_linears_plan(sequence_parallel: bool) -> None:
     """Once, by the first linear that is called, as if its domain were one of GPUs."""
-    recipe = Recipe({**LLAMA, "sequence_parallel": sequence_parallel})
+    recipe = replace(OVERLAPPED, architecture={**LLAMA, "sequence_parallel": sequence_parallel})
     model = gpt(recipe)
-    quietly_enable(model, OverlapConfig())
     asked, compiled, foresee = list[Any](), list[Any](), under_test.foresee
 
     def on_gpu(group: Any, rows: int, calls: Any, name: str) -> None:

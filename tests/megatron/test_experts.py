@@ -4,15 +4,16 @@ to train; what cannot overlap stays Megatron's, and the table says why."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe import moe_utils
 
 from overlap_train import OverlapConfig, shutdown
@@ -22,7 +23,7 @@ from overlap_train.ops import grouped
 from overlap_train.ops.experts import OVERFLOW
 from tests.megatron import layout
 from tests.megatron.linears import model_config
-from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, Recipe, batches, gpt, quietly_enable
+from tests.megatron.models import FULL_RECOMPUTE, LLAMA, Recipe, assembled, gpt, quietly_enable, train_experts
 from tests.megatron.test_training import assert_close
 from tests.megatron.workers import on_ranks
 
@@ -38,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared experts": dict(moe_shared_expert_intermediate_size=16),
     "dropped tokens": dict(moe_expert_capacity_factor=0.6),
     "recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
-    "recomputed layers": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "recomputed layers": FULL_RECOMPUTE,
     "fused activation": dict(bias_activation_fusion=True),
     "no gated unit": dict(gated_linear_unit=False, activation_func=torch.nn.functional.gelu),
     "gradients in main_grad": dict(gradient_accumulation_fusion=True),
@@ -54,35 +55,32 @@ def mixtral(overlap: OverlapConfig | None, **changes: Any) -> GPTModel:
     settings = {**MIXTRAL, **changes}
     layout.use(settings.get("tensor_model_parallel_size", 2), expert_parallel=settings["expert_model_parallel_size"])
     config = model_config(**settings)
-    model = GPTModel(config, gpt_block_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope")
-    if overlap is not None:
-        quietly_enable(model, overlap)
-    return model
+    return assembled(config, gpt_block_spec(config), overlap)
 
 
-def train(model: GPTModel, steps: int = 2) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(losses, gradients of the last step)."""
-    model.config.finalize_model_grads_func = finalize_model_grads
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-    wrapped, data, losses = DistributedDataParallel(model.config, settings, model), batches(), []
+train = partial(train_experts, microbatches=2, by_adam=False)
+Trained = tuple[list[float], dict[str, torch.Tensor]]  # losses, gradients of the last step
 
-    def step(data: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-        text = next(data)
-        positions = torch.arange(SEQUENCE).expand(len(text), -1)
-        y = chunk(text[:, :-1].contiguous(), positions, None, labels=text[:, 1:].contiguous())
-        return y, lambda y: (y.float().mean(), {"loss": y.detach().float().mean()})
 
-    for _ in range(steps):
-        wrapped.zero_grad_buffer()
-        found = get_forward_backward_func()(
-            forward_step_func=step, data_iterator=data, model=wrapped, num_microbatches=2, seq_length=SEQUENCE,
-            micro_batch_size=2, forward_only=False,
-        )  # fmt: skip
-        losses += [float(each["loss"]) for each in found]
-        gradients = {name: parameter.main_grad.clone() for name, parameter in model.named_parameters()}
-        for parameter in model.parameters():  # not as Adam does, which makes much of the last bits of what is small
-            parameter.data.sub_(0.1 * parameter.main_grad)
-    return losses, gradients
+def assert_alike(found: Trained, expected: Trained, is_half: bool = False) -> None:
+    """is_half: parameters have 16 bits."""
+    assert found[0] == pytest.approx(expected[0], rel=2e-3 if is_half else 1e-6)
+    if not is_half:
+        assert_close(found[1], expected[1])
+        return
+    for key, gradient in expected[1].items():
+        assert (found[1][key] - gradient).norm() <= 0.03 * gradient.norm() + 1e-6, key
+
+
+def prefer(model: GPTModel, shift: Callable[[], list[float]]) -> None:
+    """Let routers add these numbers to the logits of experts."""
+    for layer in model.decoder.layers:
+        plain = layer.mlp.router.routing
+
+        def routed(logits: torch.Tensor, *rest: Any, plain: Any = plain, **more: Any) -> Any:
+            return plain(logits + torch.tensor(shift(), dtype=logits.dtype), *rest, **more)
+
+        layer.mlp.router.routing = routed
 
 
 def rows_of(model: GPTModel) -> list[Any]:
@@ -93,17 +91,10 @@ def rows_of(model: GPTModel) -> list[Any]:
 @on_ranks
 def test_training_is_that_of_megatrons_exchange(name: str) -> None:
     changes = VARIANTS[name]
-    is_half = changes.get("bf16", False)
-    losses, gradients = train(mixtral(None, **changes))
+    expected = train(mixtral(None, **changes))
     model = mixtral(OURS, **changes)
     keys = [name for name, _ in model.named_parameters()]
-    found, ours = train(model)
-    assert found == pytest.approx(losses, rel=2e-3 if is_half else 1e-6)
-    if is_half:
-        for key, gradient in gradients.items():
-            assert (ours[key] - gradient).norm() <= 0.03 * gradient.norm() + 1e-6, key
-    else:
-        assert_close(ours, gradients)
+    assert_alike(train(model), expected, is_half=changes.get("bf16", False))
     assert keys == [name for name, _ in mixtral(None, **changes).named_parameters()]
     rows = rows_of(model)
     calls = 4 * (2 if "recomputed" in name else 1)
@@ -136,9 +127,7 @@ def test_what_cannot_overlap_is_an_error_or_stays_megatrons(what: str) -> None:
         mixtral(OURS, **dict(tensor_model_parallel_size=1, sequence_parallel=False) | STAYS[what])
     expected = train(mixtral(None, **STAYS[what]), steps=1)
     model = mixtral(OverlapConfig(experts=True, on_unsupported="fallback"), **STAYS[what])
-    found = train(model, steps=1)
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    assert_close(found[1], expected[1])
+    assert_alike(train(model, steps=1), expected)
     assert len(rows_of(model)) == 2
     assert all(row.method == "megatron" and row.reason.startswith(what) for row in rows_of(model))
 
@@ -153,7 +142,7 @@ def test_a_dense_model_has_no_experts() -> None:
 def test_calls_that_fall_back_train_alike_and_are_counted() -> None:
     """Every other micro-batch, with Megatron's fusion of gradients."""
     fused = dict(gradient_accumulation_fusion=True)
-    losses, gradients = train(mixtral(None, **fused))
+    expected = train(mixtral(None, **fused))
     model = mixtral(OURS, **fused)
     layer, calls = model.decoder.layers[0].mlp, []
     plain = type(layer).preprocess
@@ -167,9 +156,7 @@ def test_calls_that_fall_back_train_alike_and_are_counted() -> None:
             self.config.cpu_offloading = False
 
     with patch.object(type(layer), "preprocess", preprocess):
-        found, ours = train(model)
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert_close(ours, gradients)
+        assert_alike(train(model), expected)
     for row in rows_of(model):
         assert row.overlapped_calls == 2 and [count for _, count in row.fallback_calls] == [2], row
         assert row.fallback_calls[0][0].startswith("cpu_offloading=True")
@@ -178,24 +165,13 @@ def test_calls_that_fall_back_train_alike_and_are_counted() -> None:
 @on_ranks
 def test_more_rows_than_slots_hold_are_a_collective_and_counted() -> None:
     """The router sends all tokens of both ranks to the experts of the first."""
-
-    def routed(overlap: OverlapConfig | None) -> Any:
-        model = mixtral(overlap)
-        for layer in model.decoder.layers:
-            plain = layer.mlp.router.routing
-
-            def to_first(logits: torch.Tensor, *rest: Any, plain: Any = plain, **more: Any) -> Any:
-                shift = torch.tensor([9.0, 9.0, 0.0, 0.0], dtype=logits.dtype)
-                return plain(logits + shift, *rest, **more)
-
-            layer.mlp.router.routing = to_first
-        return model, *train(model)
-
     shutdown()  # else slots are as large as those of the tests before
-    _, losses, gradients = routed(None)
-    model, found, ours = routed(OverlapConfig(experts=True, experts_room=1.0))
-    assert found == pytest.approx(losses, rel=1e-6)
-    assert_close(ours, gradients)
+    results = []
+    for overlap in (None, OverlapConfig(experts=True, experts_room=1.0)):
+        model = mixtral(overlap)
+        prefer(model, lambda: [9.0, 9.0, 0.0, 0.0])
+        results.append(train(model))
+    assert_alike(results[1], results[0])
     assert {row.fallback_calls for row in rows_of(model)} == {((OVERFLOW, 4),)}
     assert {row.method for row in rows_of(model)} == {"collective"}
 
@@ -206,7 +182,7 @@ def test_weights_that_lie_apart_are_put_together_once_in_their_step(fused: bool)
     """Where many experts are one kernel. By when they change, as far as Megatron's fusion of gradients tells it, else in each
     micro-batch; forward and backward take the same."""
     changes = dict(num_moe_experts=16, bf16=True, params_dtype=torch.bfloat16, gradient_accumulation_fusion=fused)
-    losses, gradients = train(mixtral(None, **changes))
+    expected = train(mixtral(None, **changes))
     stacked, stack = list[int](), torch.stack
 
     def counted(tensors: Any, *rest: Any, **more: Any) -> torch.Tensor:
@@ -214,11 +190,9 @@ def test_weights_that_lie_apart_are_put_together_once_in_their_step(fused: bool)
         return stack(tensors, *rest, **more)
 
     with patch.object(grouped, "_has_kernel", lambda device: True), patch.object(torch, "stack", counted):
-        found, ours = train(mixtral(OURS, **changes))
+        assert_alike(train(mixtral(OURS, **changes)), expected, is_half=True)
     assert len(stacked) == 2 * 2 * 2 * (1 if fused else 2)
-    assert found == pytest.approx(losses, rel=2e-3) and losses[:2] != pytest.approx(losses[2:], rel=2e-3)
-    for key, gradient in gradients.items():
-        assert (ours[key] - gradient).norm() <= 0.03 * gradient.norm() + 1e-6, key
+    assert expected[0][:2] != pytest.approx(expected[0][2:], rel=2e-3)
 
 
 @on_ranks
@@ -244,15 +218,12 @@ def test_the_table_goes_by_calls_that_overlap() -> None:
     """A skewed step at the end does not make a collective of a row; what it is is counted."""
     shutdown()
     model, skewed = mixtral(OverlapConfig(experts=True, experts_room=1.5, fp8="tensorwise")), []
-    for layer in model.decoder.layers:
-        plain = layer.mlp.router.routing
 
-        def routed(logits: torch.Tensor, *rest: Any, plain: Any = plain, **more: Any) -> Any:
-            skewed.append(len(skewed) >= 4)
-            first, last = [9.0, 0.0, 9.0, 0.0], [9.0, 9.0, 0.0, 0.0]
-            return plain(logits + torch.tensor(last if skewed[-1] else first, dtype=logits.dtype), *rest, **more)
+    def shift() -> list[float]:
+        skewed.append(len(skewed) >= 4)
+        return [9.0, 9.0, 0.0, 0.0] if skewed[-1] else [9.0, 0.0, 9.0, 0.0]
 
-        layer.mlp.router.routing = routed
+    prefer(model, shift)
     train(model)
     assert {row.method for row in rows_of(model)} == {"chunked"} and sum(skewed) == 4
     assert {row.calls for row in rows_of(model)} == {f"overlapped 2, {OVERFLOW} 2"}
@@ -293,9 +264,7 @@ def test_wrapped_linears_keep_megatrons_exchange(within: str) -> None:
     before = _adapt(mixtral(None), within)
     quietly_enable(before, OverlapConfig(experts=True, on_unsupported="fallback"))
     for model in (before, _adapt(mixtral(OURS), within)):
-        found = train(model, steps=1)
-        assert found[0] == pytest.approx(expected[0], rel=1e-6)
-        assert_close(found[1], expected[1])
+        assert_alike(train(model, steps=1), expected)
         assert {row.reason for row in rows_of(model)} == {"Adapter in the place of an expert's linear"}
 
 

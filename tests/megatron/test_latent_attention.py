@@ -17,7 +17,7 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
 from overlap_train.integrations.megatron.norm import Norm
 from tests.megatron import layout
-from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY, batches, quietly_enable
+from tests.megatron.models import LLAMA, SEQUENCE, assembled, batches
 from tests.megatron.test_training import assert_close
 from tests.megatron.workers import on_ranks
 
@@ -53,10 +53,7 @@ def deepseek(expert_parallel: int, overlap: OverlapConfig | None) -> GPTModel:
     for layer in spec.layer_specs:
         _replace_norms(layer)
     spec.layer_norm = Norm
-    model = GPTModel(config, spec, VOCABULARY, SEQUENCE, position_embedding_type="rope")
-    if overlap is not None:
-        quietly_enable(model, overlap)
-    return model
+    return assembled(config, spec, overlap)
 
 
 def _replace_norms(spec: Any) -> None:

@@ -19,9 +19,11 @@ START = 5.0  # what main_grad holds before: an earlier microbatch
 GRADIENTS = [("accumulate", torch.float32), ("accumulate", torch.bfloat16), ("off", torch.float32)]
 
 
-def make(kind: str, **config: str) -> tuple[Pair, torch.Tensor]:
+def make(kind: str, **config: str) -> tuple[Pair, torch.Tensor, torch.Tensor]:
+    """Both linears, their input, and the gradient that Megatron's own has for its weight."""
     overlap = OverlapConfig(**config)
-    return (column_pair(overlap), column_input()) if kind == "column" else (row_pair(overlap), row_input())
+    pair, x = (column_pair(overlap), column_input()) if kind == "column" else (row_pair(overlap), row_input())
+    return pair, x, run(pair.own, x)["grad of weight"]
 
 
 def as_in_ddp(weight: torch.nn.Parameter, dtype: torch.dtype = torch.float32) -> None:
@@ -30,13 +32,8 @@ def as_in_ddp(weight: torch.nn.Parameter, dtype: torch.dtype = torch.float32) ->
     weight.grad_added_to_main_grad = False
 
 
-def expected_gradient(pair: Pair, x: torch.Tensor) -> torch.Tensor:
-    return run(pair.own, x)["grad of weight"]
-
-
 def accumulated(kind: str) -> None:
-    pair, x = make(kind)
-    expected = expected_gradient(pair, x)
+    pair, x, expected = make(kind)
     weight = pair.overlapped.weight
     as_in_ddp(weight)
     run(pair.overlapped, x)
@@ -47,8 +44,7 @@ def accumulated(kind: str) -> None:
 
 def accumulated_from_bf16(kind: str) -> None:
     """The products of 16-bit tensors are added in fp32: 1/4096 survives next to 216, which bf16 could not hold."""
-    pair, x = make(kind)
-    expected = expected_gradient(pair, x)
+    pair, x, expected = make(kind)
     linear = pair.overlapped.bfloat16()
     as_in_ddp(linear.weight)
     linear.weight.main_grad.fill_(1 / 4096)
@@ -57,7 +53,7 @@ def accumulated_from_bf16(kind: str) -> None:
 
 
 def zeros_for_tied_weights(kind: str) -> None:
-    pair, x = make(kind)
+    pair, x, _ = make(kind)
     as_in_ddp(pair.overlapped.weight)
     pair.overlapped.weight.zero_out_wgrad = True
     run(pair.overlapped, x)
@@ -66,11 +62,11 @@ def zeros_for_tied_weights(kind: str) -> None:
 
 def tied_weights_of_a_later_stage(kind: str) -> None:
     """Multi-token prediction embeds by the same weight: once the mark is set DDP would drop that gradient."""
-    pair, x = make(kind)
+    pair, x, expected = make(kind)
     weight, pair.overlapped.config.mtp_num_layers = pair.overlapped.weight, 1
     as_in_ddp(weight)
     weight.shared_embedding = True
-    returned_in_grad(pair, x)
+    returned_in_grad(pair, x, expected)
     weight.grad, pair.overlapped.config.mtp_num_layers = None, None
     run(pair.overlapped, x)
     assert weight.grad_added_to_main_grad, "nothing else on this stage embeds by it"
@@ -84,16 +80,16 @@ def returned(kind: str) -> None:
         ("accumulate", torch.bfloat16, True),
         ("accumulate", None, False),
     ):
-        pair, x = make(kind, main_grad=config)
+        pair, x, expected = make(kind, main_grad=config)
         as_in_ddp(pair.overlapped.weight, dtype or torch.float32)
         if not is_marked:
             del pair.overlapped.weight.grad_added_to_main_grad
-        returned_in_grad(pair, x)
+        returned_in_grad(pair, x, expected)
 
 
-def returned_in_grad(pair: Pair, x: torch.Tensor) -> None:
+def returned_in_grad(pair: Pair, x: torch.Tensor, expected: torch.Tensor) -> None:
     weight = pair.overlapped.weight
-    assert torch.equal(run(pair.overlapped, x)["grad of weight"], expected_gradient(pair, x))
+    assert torch.equal(run(pair.overlapped, x)["grad of weight"], expected)
     assert (weight.main_grad == START).all()
     assert not getattr(weight, "grad_added_to_main_grad", False)
     assert pair.counts == (1, {})
@@ -101,8 +97,7 @@ def returned_in_grad(pair: Pair, x: torch.Tensor) -> None:
 
 def fusion_without_ddp(kind: str) -> None:
     """--gradient-accumulation-fusion asks for main_grad by itself; Megatron then returns no gradient."""
-    pair, x = make(kind)
-    expected = expected_gradient(pair, x)
+    pair, x, expected = make(kind)
     pair.overlapped.gradient_accumulation_fusion = True
     pair.overlapped.weight.main_grad = torch.full_like(pair.overlapped.weight, START)
     assert run(pair.overlapped, x)["grad of weight"] is None
@@ -118,8 +113,8 @@ def hooks_of_a_user(kind: str) -> None:
     """A hook on the weight sees its gradient and may change it, in calls of both kinds."""
     provide_accumulation_fusion()
     for fusion in (False, True):
-        pair, x = make(kind)
-        expected, linear = expected_gradient(pair, x), pair.overlapped
+        pair, x, expected = make(kind)
+        linear = pair.overlapped
         linear.gradient_accumulation_fusion = fusion
         as_in_ddp(linear.weight)
         handle = linear.weight.register_hook(lambda gradient: 2 * gradient)
@@ -136,10 +131,10 @@ def hooks_of_a_user(kind: str) -> None:
 
 
 def fsdp(kind: str) -> None:
-    pair, x = make(kind)
+    pair, x, expected = make(kind)
     pair.overlapped.weight.__fsdp_param__ = True
     as_in_ddp(pair.overlapped.weight)
-    assert torch.equal(run(pair.overlapped, x)["grad of weight"], expected_gradient(pair, x))
+    assert torch.equal(run(pair.overlapped, x)["grad of weight"], expected)
     assert pair.counts == (0, {"Megatron-FSDP owns the weight's gradient": 1})
 
 
@@ -151,8 +146,8 @@ def as_ddps_hook(weight: torch.nn.Parameter) -> None:
 
 def a_hook_between_two_micro_batches(kind: str) -> None:
     """Or between a forward and its backward: the hook sees the gradient, and DDP adds it to what is there."""
-    pair, x = make(kind)
-    expected, weight, seen = expected_gradient(pair, x), pair.overlapped.weight, list[torch.Tensor]()
+    pair, x, expected = make(kind)
+    weight, seen = pair.overlapped.weight, list[torch.Tensor]()
     as_in_ddp(weight)
     run(pair.overlapped, x)
     as_ddps_hook(weight)
@@ -169,8 +164,8 @@ def a_hook_between_two_micro_batches(kind: str) -> None:
 
 def a_gradient_that_is_taken(kind: str) -> None:
     """By torch.autograd.grad, in overlapped calls and in those that fall back: nothing is added."""
-    pair, x = make(kind)
-    expected, weight = expected_gradient(pair, x), pair.overlapped.weight
+    pair, x, expected = make(kind)
+    weight = pair.overlapped.weight
     as_in_ddp(weight)
     for falls_back in (False, True):
         y = fall_back(pair.overlapped, falls_back)(x)[0]
@@ -182,8 +177,8 @@ def a_gradient_that_is_taken(kind: str) -> None:
 def delayed(kind: str) -> None:
     """Two micro-batches leave their products to the weight's store: nothing is added before it is emptied, then all."""
     for main_grad in ("accumulate", "off"):
-        pair, x = make(kind, main_grad=main_grad)
-        expected, weight, store = expected_gradient(pair, x), pair.overlapped.weight, WeightGradStore(True)
+        pair, x, expected = make(kind, main_grad=main_grad)
+        weight, store = pair.overlapped.weight, WeightGradStore(True)
         as_in_ddp(weight)
         weight.wgrad_store = store
         for _ in range(2):
@@ -213,8 +208,7 @@ def test_calls_that_fall_back_do_as_overlapped_ones(
     provide_accumulation_fusion()
     added = main_grad == "accumulate" and (fusion or dtype == torch.float32)
     for overlapped_last in (False, True):
-        pair, x = make(kind, main_grad=main_grad)
-        expected = expected_gradient(pair, x)
+        pair, x, expected = make(kind, main_grad=main_grad)
         linear = pair.overlapped
         linear.gradient_accumulation_fusion = fusion
         as_in_ddp(linear.weight, dtype)
@@ -231,8 +225,8 @@ def test_calls_that_fall_back_do_as_overlapped_ones(
 def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
     """Of a later stage with multi-token prediction: nobody may set the mark, which would drop the embedding's gradient."""
     provide_accumulation_fusion()
-    pair, x = make(kind)
-    expected, linear = expected_gradient(pair, x), pair.overlapped
+    pair, x, expected = make(kind)
+    linear = pair.overlapped
     linear.gradient_accumulation_fusion, linear.config.mtp_num_layers = True, 1
     as_in_ddp(linear.weight)
     linear.weight.shared_embedding = True
@@ -244,12 +238,11 @@ def mixed_where_an_embedding_shares_the_weight(kind: str) -> None:
 
 def fused_by_fsdp(kind: str) -> None:
     """What FSDP owns is Megatron's affair, fusion included: it makes main_grad in backward."""
-    pair, x = make(kind)
+    pair, x, expected = make(kind)
     linear, asked = pair.overlapped, []
     linear.gradient_accumulation_fusion, linear.weight.__fsdp_param__ = True, True
     whole = torch.zeros_like(linear.weight)
     linear.weight.get_main_grad = lambda: asked.append(1) or whole
-    expected = expected_gradient(pair, x)
     run(linear, x)
     assert asked and torch.equal(whole, expected)
 

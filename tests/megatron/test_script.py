@@ -202,8 +202,7 @@ def test_a_model_provider_is_followed_by_enable(enabled: list[Any], arguments: S
 
 
 def test_a_model_config_gets_one_pre_wrap_hook(enabled: list[Any], arguments: SimpleNamespace):
-    module, container = layout_of(setup_of_019), SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
-    ScriptHooks(OVERLAP).by_module()[TRAINING](module)
+    module, container = hooked(setup_of_019), SimpleNamespace(model=SimpleNamespace(pre_wrap_hooks=[]))
     module.setup_model_and_optimizer("gpt", cfg_container=container)
     assert enabled == [(2, OVERLAP)]
     container.model.pre_wrap_hooks[0]([torch.nn.Identity()])  # the same config builds another model

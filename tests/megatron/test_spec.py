@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from overlap_train.integrations.megatron import LayerNorm, RMSNorm, SDPACoreAttention, gpt_block_spec
 from tests.megatron import layout
 from tests.megatron.linears import model_config
-from tests.megatron.models import LLAMA, SEQUENCE, VOCABULARY
+from tests.megatron.models import LLAMA, SEQUENCE, assembled
 from tests.megatron.workers import on_ranks
 
 MIXTURE = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_balancing_type": "none"}
@@ -23,18 +23,7 @@ MIXTURE = {"num_moe_experts": 2, "moe_layer_freq": [0, 1], "moe_router_load_bala
 
 def build(config: Any, make_spec: Callable[[Any], Any] = gpt_block_spec) -> GPTModel:
     layout.use(config.tensor_model_parallel_size)
-    return GPTModel(config, make_spec(config), VOCABULARY, SEQUENCE, position_embedding_type="rope")
-
-
-def linear_types(model: torch.nn.Module) -> dict[str, type]:
-    layer = model.decoder.layers[0]
-    linears = (
-        layer.self_attention.linear_qkv,
-        layer.self_attention.linear_proj,
-        layer.mlp.linear_fc1,
-        layer.mlp.linear_fc2,
-    )
-    return dict(zip(("qkv", "proj", "fc1", "fc2"), map(type, linears), strict=True))
+    return assembled(config, make_spec(config))
 
 
 @on_ranks
@@ -42,8 +31,9 @@ def test_norms_and_attention_are_exchanged() -> None:
     for normalization, norm in (("RMSNorm", RMSNorm), ("LayerNorm", LayerNorm)):
         config = model_config(normalization=normalization, qk_layernorm=True)
         model = build(config)
-        assert set(linear_types(model).values()) == {ColumnParallelLinear, RowParallelLinear}
         for layer in model.decoder.layers:
+            assert type(layer.self_attention.linear_qkv) is type(layer.mlp.linear_fc1) is ColumnParallelLinear
+            assert type(layer.self_attention.linear_proj) is type(layer.mlp.linear_fc2) is RowParallelLinear
             assert type(layer.input_layernorm) is type(layer.pre_mlp_layernorm) is norm
             assert type(layer.self_attention.q_layernorm) is type(layer.self_attention.k_layernorm) is norm
             assert type(layer.self_attention.core_attention) is SDPACoreAttention

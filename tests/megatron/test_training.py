@@ -15,11 +15,11 @@ from overlap_train.integrations.megatron import report
 from tests.megatron import layout, models
 from tests.megatron.linears import OFFLOADED
 from tests.megatron.models import (
+    FULL_RECOMPUTE,
     GPT2,
     LLAMA,
     Recipe,
-    batches,
-    forward_backward,
+    assert_in_fp8,
     gpt,
     gradients,
     quietly_enable,
@@ -29,7 +29,6 @@ from tests.megatron.models import (
 )
 from tests.megatron.workers import on_ranks
 
-FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SELECTIVE_RECOMPUTE = dict(recompute_granularity="selective")
 
 RECIPES = {
@@ -97,9 +96,8 @@ def test_ten_steps_in_fp8_follow_those_without() -> None:
         own, _ = train(Recipe(settings, overlap=OverlapConfig()), steps=10)
         losses, model = train(Recipe(settings, overlap=config), steps=10)
         assert losses == pytest.approx(own, rel=0.02) and losses != pytest.approx(own, rel=1e-5)
-        said = {row.slot: row.reason for row in report(model).linears}
-        assert all(("fp8 tensorwise" in reason) == (slot != "output") for slot, reason in said.items()), said
-        assert "not in fp8: the output layer" in said["output"]
+        assert_in_fp8(model, "fp8 tensorwise")
+        assert "not in fp8: the output layer" in {row.slot: row.reason for row in report(model).linears}["output"]
 
 
 @on_ranks
@@ -111,8 +109,7 @@ def test_steps_in_fp8_with_scales_of_blocks_follow_those_without() -> None:
         with patch.object(blockwise, "squares", side_effect=blockwise.squares) as made:
             losses, model = train(Recipe(of_blocks, overlap=OverlapConfig(fp8="blockwise")), steps=3)
     assert losses == pytest.approx(own, rel=0.02) and losses != pytest.approx(own, rel=1e-5)
-    said = {row.slot: row.reason for row in report(model).linears}
-    assert all(("fp8 blockwise" in reason) == (slot != "output") for slot, reason in said.items()), said
+    assert_in_fp8(model, "fp8 blockwise")
     assert made.call_count == 3 * 8
 
 
@@ -194,11 +191,9 @@ def test_frozen_layers() -> None:
     found = []
     for overlap in (None, OverlapConfig()):
         recipe = Recipe(LLAMA, overlap=overlap)
-        bare = gpt(recipe)
-        bare.decoder.layers[0].requires_grad_(False)
-        model = wrap(recipe, bare)
-        forward_backward(recipe, model, batches())
-        found.append({name: p.main_grad.clone() for name, p in bare.named_parameters() if p.requires_grad})
+        model = gpt(recipe)
+        model.decoder.layers[0].requires_grad_(False)
+        found.append(gradients(recipe, model)[1])
     assert_close(*reversed(found))
     assert {x.calls for x in report(model).linears} == {"overlapped 2"}
 
@@ -213,7 +208,6 @@ def test_a_weight_that_two_modules_share_gets_both_gradients() -> None:
         model.output_layer.weight = model.embedding.word_embeddings.weight
         if overlap is not None:
             quietly_enable(model, overlap)
-        forward_backward(recipe, wrap(recipe, model), batches())
-        found.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+        found.append(gradients(recipe, model)[1])
     assert_close(found[1], found[0])
     assert_close(found[2], found[0])

@@ -9,6 +9,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,13 +20,12 @@ from overlap_train.integrations.megatron import provide_accumulation_fusion, rep
 from overlap_train.integrations.megatron.packed import documents_of
 from overlap_train.integrations.megatron.ulysses_linears import exchanges
 from tests.megatron import models, ulysses
-from tests.megatron.models import GPT2, LLAMA, Recipe
+from tests.megatron.models import FULL_RECOMPUTE, GPT2, LLAMA, Recipe
 from tests.megatron.test_main_grad import GRADIENTS
 from tests.megatron.ulysses import Run
 from tests.megatron.workers import on_ranks
 
 CHUNKED, COLLECTIVE = OverlapConfig(method="chunked"), OverlapConfig(method="collective")
-FULL_RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 NORMED = {**LLAMA, "qk_layernorm": True}
 
@@ -47,10 +47,7 @@ CASES = {
     "packed": (Run(packed=True), CHUNKED),
     "packed, cut into contiguous parts": (Run(packed=True, cut="contiguous"), CHUNKED),
     "packed, cut as one sequence": (Run(packed=True, cut="zigzag_pack"), CHUNKED),
-    "packed, query and key norms, without overlap": (
-        Run(packed=True, architecture={**LLAMA, "qk_layernorm": True}),
-        None,
-    ),
+    "packed, query and key norms, without overlap": (Run(packed=True, architecture=NORMED), None),
     "only the output projection": (Run(), replace(CHUNKED, slots=("proj",))),
 }
 
@@ -59,9 +56,7 @@ def difference(run: Recipe, overlap: OverlapConfig | None) -> float:
     """The largest difference of a gradient between context parallelism 2 and 1, as a part of its largest element."""
     expected = ulysses.gradients(run)
     actual = ulysses.gradients(replace(run, context_parallel=2, overlap=overlap))
-    assert actual.keys() == expected.keys()
-    parts = [(actual[name] - x).abs().max() / x.abs().max() for name, x in expected.items()]
-    return float(torch.stack(parts).max())
+    return ulysses.difference(actual, expected, relative=True)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,11 +82,8 @@ def test_weights_that_are_gathered_in_forward_hooks_are_waited_for() -> None:
                 module.weight.data.fill_(torch.nan)
         return model
 
-    ulysses.gpt = gathering
-    try:
+    with mock.patch.object(ulysses, "gpt", gathering):
         actual = ulysses.gradients(run)
-    finally:
-        ulysses.gpt = build
     assert all(torch.equal(actual[name], x) for name, x in expected.items())
 
 

@@ -74,10 +74,10 @@ def trains_as_one_rank(expected: Expected, folder: Path, name: str) -> None:
     kept = Run(*LAYOUTS[name], OverlapConfig(method="chunked", gathered_input="keep"))
     packed = Run(*LAYOUTS[name], OverlapConfig(method="collective"), packed=True)
     for one in (run, kept, packed):
-        assert difference(ulysses.gradients(one), expected.gradients[one.packed], relative=True) < 5e-6
+        assert ulysses.difference(ulysses.gradients(one), expected.gradients[one.packed], relative=True) < 5e-6
     losses, model = models.train(run, STEPS)
     assert losses == pytest.approx(expected.losses, rel=2e-6) and losses[-1] < losses[0], "it learns"
-    assert difference(ulysses.weights(model), expected.weights) < 2e-5
+    assert ulysses.difference(ulysses.weights(model), expected.weights) < 2e-5
     rows = {row.name: row for row in report(model).linears}
     with torch.no_grad():
         models.forward_step(run, models.batches(), model.eval())
@@ -88,10 +88,10 @@ def trains_as_one_rank(expected: Expected, folder: Path, name: str) -> None:
     ulysses.save(model.module, folder / name)
     trained = ulysses.weights(model)
     ulysses.load(model.module, folder / "one")
-    assert difference(ulysses.weights(model), expected.weights) == 0, "saved by one rank"
+    assert ulysses.difference(ulysses.weights(model), expected.weights) == 0, "saved by one rank"
     alone = models.wrap(Run(), ulysses.gpt(Run()))
     ulysses.load(alone.module, folder / name)
-    assert difference(ulysses.weights(alone), trained) == 0, "loaded by one rank"
+    assert ulysses.difference(ulysses.weights(alone), trained) == 0, "loaded by one rank"
 
 
 def check_table(name: str, rows: dict[str, Any], evaluated: list[Any]) -> None:
@@ -142,15 +142,8 @@ def the_table_is_there_before_anything_is_exchanged(rank: int) -> None:
 def without_sequence_parallelism_linears_overlap_over_tp_alone(expected: Expected) -> None:
     run = Run(2, 2, CHUNKED)
     run = replace(run, architecture={**run.architecture, "sequence_parallel": False})
-    assert difference(ulysses.gradients(run), expected.gradients[False], relative=True) < 5e-6
+    assert ulysses.difference(ulysses.gradients(run), expected.gradients[False], relative=True) < 5e-6
     _, model = models.train(run, 1)
     row = report(model).linears[0]
     said = "all-to-all over 2 CP ranks not overlapped: no sequence parallelism: exchange and tensor parallelism overlap"
     assert row.fprop == "GEMM + AR" and row.reason.startswith(said), row
-
-
-def difference(actual: Any, expected: Any, relative: bool = False) -> float:
-    assert actual.keys() == expected.keys()
-    return max(
-        float((actual[name] - x).abs().max() / (x.abs().max() if relative else 1)) for name, x in expected.items()
-    )

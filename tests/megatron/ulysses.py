@@ -64,6 +64,13 @@ def weights(model: DistributedDataParallel) -> dict[str, torch.Tensor]:
     return {name: whole(p, p.detach()) for name, p in model.module.named_parameters()}
 
 
+def difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: bool = False) -> float:
+    """The largest. relative: to the largest element of the tensor."""
+    assert actual.keys() == expected.keys()
+    parts = [(actual[name] - x).abs().max() / (x.abs().max() if relative else 1) for name, x in expected.items()]
+    return float(torch.stack(parts).max())
+
+
 def whole(parameter: torch.nn.Parameter, x: torch.Tensor) -> torch.Tensor:
     """The shards of all tensor-parallel ranks, put together."""
     group = parallel_state.get_tensor_model_parallel_group()
@@ -87,14 +94,14 @@ def save(model: torch.nn.Module, folder: Path) -> None:
     if torch.distributed.get_rank() == 0:
         folder.mkdir()
     torch.distributed.barrier()
-    dist_checkpointing.save({"model": model.sharded_state_dict(metadata=_metadata())}, str(folder))
+    dist_checkpointing.save({"model": model.sharded_state_dict(metadata=metadata())}, str(folder))
     torch.distributed.barrier()
 
 
 def load(model: torch.nn.Module, folder: Path) -> None:
-    state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=_metadata())}, str(folder))
+    state = dist_checkpointing.load({"model": model.sharded_state_dict(metadata=metadata())}, str(folder))
     model.load_state_dict(state["model"])
 
 
-def _metadata() -> dict[str, Any]:
+def metadata() -> dict[str, Any]:
     return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
