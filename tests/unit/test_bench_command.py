@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ TINY = {  # by command
 }
 RECORDS = Path(__file__).parents[2] / "benchmarks"
 LINEARS, EXCHANGES, PASSES = ("ag_gemm", "gemm_rs"), ("gemm_a2a", "a2a_gemm"), ("fprop", "dgrad")
+METHODS = ("chunked", "collective")
 OPERATOR_KEYS = {
     "op", "pass", "world", "m", "n", "k", "dtype", "method", "ms", "host_us", "sequence_ms", "async_tp_ms", "gemm_ms",
     "comm_ms", "bound",
@@ -39,6 +42,25 @@ def rows_in(folder: Path, name: str = "operators") -> list[dict[str, Any]]:
     return record["rows"]
 
 
+Bench = Callable[..., str]
+
+
+@pytest.fixture
+def bench(script_server: ScriptServer, tmp_path: Path) -> Bench:
+    """Runs a command that writes into tmp_path, and returns what it says."""
+
+    def run(*words: str) -> str:
+        status, said = script_server.run(*BENCH, *words, "--out", str(tmp_path), folder=tmp_path)
+        assert status == 0, said
+        return said
+
+    return run
+
+
+def measured(rows: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    return {(row["op"], row["pass"], row["method"]) for row in rows}
+
+
 def drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     pytest.importorskip("matplotlib")
     assert cli.main(["bench", "plot", str(folder)]) == 0
@@ -47,13 +69,9 @@ def drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return names
 
 
-def test_operators(script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = script_server.run(*BENCH, "operators", *TINY["operators"], "--out", str(tmp_path), folder=tmp_path)
-    assert status == 0, said
-    rows = rows_in(tmp_path)
-    assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
-        (op, pass_, method) for op in LINEARS for pass_ in PASSES for method in ("chunked", "collective")
-    }
+def test_operators(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said, rows = bench("operators", *TINY["operators"]), rows_in(tmp_path)
+    assert measured(rows) == set(product(LINEARS, PASSES, METHODS))
     for row in rows:
         assert set(row) == OPERATOR_KEYS and row["world"] == 2 and row["ms"] > 0
         assert row["bound"] == row["sequence_ms"] / max(row["gemm_ms"], row["comm_ms"])
@@ -61,10 +79,8 @@ def test_operators(script_server: ScriptServer, tmp_path: Path, capsys: pytest.C
     assert drawn(tmp_path, capsys) == ["speedup.png"]
 
 
-def test_layers(script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layers = (*BENCH, "layers", *TINY["layers"], "--methods", "chunked", "--out", str(tmp_path))
-    status, said = script_server.run(*layers, folder=tmp_path)
-    assert status == 0, said
+def test_layers(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = bench("layers", *TINY["layers"], "--methods", "chunked")
     (row,) = rows_in(tmp_path, "layers")
     assert set(row) == LAYER_KEYS
     assert (row["layer"], row["method"], row["seq"], row["async_tp_ms"]) == ("tiny-mlp", "chunked", 16, None)
@@ -75,45 +91,33 @@ def test_layers(script_server: ScriptServer, tmp_path: Path, capsys: pytest.Capt
     assert row["megatron_ms"] > 0
 
 
-def test_ulysses(script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = script_server.run(*BENCH, "ulysses", *TINY["ulysses"], "--out", str(tmp_path), folder=tmp_path)
-    assert status == 0, said
-    rows = rows_in(tmp_path)
-    assert {(row["op"], row["pass"], row["method"]) for row in rows} == {
-        (op, pass_, method) for op in EXCHANGES for pass_ in PASSES for method in ("chunked", "collective")
-    }
+def test_ulysses(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench("ulysses", *TINY["ulysses"])
+    assert measured(rows_in(tmp_path)) == set(product(EXCHANGES, PASSES, METHODS))
     assert drawn(tmp_path, capsys) == ["speedup.png"]
 
 
-def test_operators_in_fp8(script_server: ScriptServer, tmp_path: Path) -> None:
+def test_operators_in_fp8(bench: Bench, tmp_path: Path) -> None:
     """Of scales of blocks the tiny shapes are too small, which is no failure."""
-    fp8 = ("--methods", "chunked", "--out", str(tmp_path), "--fp8")
-    arguments = ("--shapes", "tiny", "--rows", "32", "--quick", *fp8)
-    status, said = script_server.run(*BENCH, "operators", *arguments, "blockwise", folder=tmp_path)
-    assert status == 0 and said.count("fp8 with 32 rows of all ranks: not a multiple of 2 x 128") == 4, said
-    arguments = (*arguments, "tensorwise")
-    status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
-    assert status == 0, said
-    rows = rows_in(tmp_path)
+    arguments = ("operators", "--shapes", "tiny", "--rows", "32", "--quick", "--methods", "chunked", "--fp8")
+    said = bench(*arguments, "blockwise")
+    assert said.count("fp8 with 32 rows of all ranks: not a multiple of 2 x 128") == 4, said
+    said, rows = bench(*arguments, "tensorwise"), rows_in(tmp_path)
     assert [set(row) == OPERATOR_KEYS | {"fp8"} and row["fp8"] == "tensorwise" for row in rows] == [True] * 4
     parts = [row["sequence_ms"] / row["ms"] / row["bound"] for row in rows]
     line = f"of the bound, mean (least): chunked {sum(parts) / 4:.3f} ({min(parts):.3f})"
     assert line in said and f"- {line}" in (tmp_path / "operators.md").read_text()
 
 
-def test_operators_that_all_reduce(
-    script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_operators_that_all_reduce(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Any number of rows; the passes that all-reduce only."""
-    arguments = ("--all-reduce", "--shapes", "tiny", "--rows", "1", "15", "--quick", "--out", str(tmp_path))
-    status, said = script_server.run(*BENCH, "operators", *arguments, folder=tmp_path)
-    assert status == 0, said
+    bench("operators", "--all-reduce", "--shapes", "tiny", "--rows", "1", "15", "--quick")
     rows = rows_in(tmp_path)
     assert {(row["op"], row["pass"], row["m"], row["method"]) for row in rows} == {
         (op, pass_, m, method)
         for op, pass_ in (("dgrad_ar", "dgrad"), ("gemm_ar", "fprop"))
         for m in (1, 15)
-        for method in ("chunked", "collective")
+        for method in METHODS
     }
     assert all(set(row) == OPERATOR_KEYS and row["async_tp_ms"] is None for row in rows)
     assert drawn(tmp_path, capsys) == ["speedup.png"]
@@ -122,12 +126,8 @@ def test_operators_that_all_reduce(
     )
 
 
-def test_operators_across_nodes(
-    script_server: ScriptServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--quick", "--node-ranks", "1", "--methods", "chunked", "--out", str(tmp_path))
-    status, said = script_server.run(*BENCH, "hierarchical", *arguments, folder=tmp_path, world=2)
-    assert status == 0, said
+def test_operators_across_nodes(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench("hierarchical", "--quick", "--node-ranks", "1", "--methods", "chunked")
     rows = rows_in(tmp_path)
     assert Counter((row["op"], row["pass"], row["method"]) for row in rows) == {
         (op, pass_, "chunked"): 2 for op in (*LINEARS, *EXCHANGES) for pass_ in PASSES

@@ -38,23 +38,23 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "overlap-train: error: 'benhc' is not one of doctor, tune, bench, plan, launch\n"
 
 
-@pytest.mark.parametrize(
-    ("package", "command", "install"),
-    [
-        ("torch", "doctor", "torch"), ("torch", "bench operators", "torch"), ("torch", "tune --seq 8", "torch"),
-        ("packaging", "doctor", "packaging"),
-    ],
-)  # fmt: skip
-def test_a_missing_package_is_one_line(package: str, command: str, install: str) -> None:
+def run_without(package: str, command: str) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-c", WITHOUT, package, *command.split()]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, "RANK": "0"})
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, "RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("torch", "doctor"), ("torch", "bench operators"), ("torch", "tune --seq 8"), ("packaging", "doctor")],
+)
+def test_a_missing_package_is_one_line(package: str, command: str) -> None:
+    run = run_without(package, command)
     assert run.returncode == 2
-    assert run.stderr == f"overlap-train {command.split()[0]} needs {package}: pip install {install!r}\n"
+    assert run.stderr == f"overlap-train {command.split()[0]} needs {package}: pip install {package!r}\n"
 
 
 def test_launch_needs_no_torch() -> None:
-    words = [sys.executable, "-c", WITHOUT, "torch", "launch", "--help"]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    run = run_without("torch", "launch --help")
     assert run.returncode == 0 and "--time TIME" in run.stdout
 
 

@@ -193,10 +193,8 @@ def _compiled(
         bias = torch.zeros(N, dtype=torch.bfloat16) if has_bias else None
         config = OverlapConfig(method=method, gathered_input=gathered_input, fp8=in_fp8)
         plan = _plan(domain, spec, config, x, w)
-        there, domain.layout = (
-            domain.layout,
-            Layout(2, 0),
-        )  # the heap grows for a linear that is foreseen when it is called
+        # The heap grows for a linear that is foreseen when it is called.
+        there, domain.layout = domain.layout, Layout(2, 0)
         compile_ahead(domain, [(plan, (x, w, bias))])
         domain.layout = there
         _all_compiled()
@@ -210,11 +208,8 @@ LINEARS = (ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, LINEAR_ALL_REDUCE, LINEAR_D
 METHODS = ("fused", "direct", "low_latency", "chunked")
 CASES = [(spec, method, "regather", False) for spec in LINEARS for method in METHODS]
 CASES += [(spec, method, "regather", True) for spec in LINEARS[:2] for method in METHODS]
-CASES += [
-    (spec, method, "regather", False)
-    for spec in (ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL)
-    for method in ("fused", "direct")
-]
+EXCHANGES = (ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL)
+CASES += [(spec, method, "regather", False) for spec in EXCHANGES for method in ("fused", "direct")]
 CASES += [(ALL_GATHER_LINEAR, method, "keep", False) for method in ("fused", "direct")]
 
 

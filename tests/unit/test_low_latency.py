@@ -36,9 +36,15 @@ GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 FEW = Pass(Kind.AG_GEMM, 256, 7168, 4096, BF16, 4)
 
 
-def plan(rows: int, k: int, method: str = LOW_LATENCY, spec=ALL_GATHER_LINEAR) -> Plan:  # type: ignore[no-untyped-def]
-    x, w = torch.empty(rows, k, dtype=BF16, device="meta"), torch.empty(24, k, dtype=BF16, device="meta")
-    return make_plan(spec, OverlapConfig(method=method), UNTUNED, Topology(1, 2, 0), x, w)
+def plan(
+    rows: int, k: int, method: str = LOW_LATENCY, spec: Any = ALL_GATHER_LINEAR, n: int = 24, world: int = 2, **settings: Any
+) -> Plan:  # fmt: skip
+    x, w = torch.empty(rows, k, dtype=BF16, device="meta"), torch.empty(n, k, dtype=BF16, device="meta")
+    return make_plan(spec, OverlapConfig(method=method, **settings), UNTUNED, Topology(1, world, 0), x, w)
+
+
+def refusal(plan: Plan, device: torch.device = GPU, is_interpreted: bool = False) -> str | None:
+    return error_on_device(plan, device, lambda: is_interpreted)
 
 
 def test_words_take_twice_the_bytes_of_whole_blocks() -> None:
@@ -54,9 +60,8 @@ def test_a_plan_asks_for_words_only() -> None:
     assert plan(8, 32, "chunked").request.flagged_bytes == 0
 
 
-def all_reducing(rows: int, world: int, n: int = 4096, **settings: Any) -> Plan:
-    x, w = torch.empty(rows, 64, dtype=BF16, device="meta"), torch.empty(n, 64, dtype=BF16, device="meta")
-    return make_plan(LINEAR_ALL_REDUCE, OverlapConfig(**settings), UNTUNED, Topology(1, world, 0), x, w)
+def all_reducing(rows: int, world: int, n: int = 4096, method: str = LOW_LATENCY, **settings: Any) -> Plan:
+    return plan(rows, 64, method, LINEAR_ALL_REDUCE, n, world, **settings)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def all_reducing(rows: int, world: int, n: int = 4096, **settings: Any) -> Plan:
 )  # fmt: skip
 def test_how_all_reduces_of_few_rows_go(rows: int, world: int, settings: dict[str, int], shots: str) -> None:
     """Of 8 KiB a row: as is estimated to be fastest, in the memory that there is, signals included."""
-    made, received = all_reducing(rows, world, method=LOW_LATENCY, **settings), rows * 8192
+    made, received = all_reducing(rows, world, **settings), rows * 8192
     memory = {WORDS: (0, 2 * world * received), ONE_SHOT: (world * received, 0), TWO_SHOTS: (2 * received, 0)}
     assert (made.shots, (made.request.slot_bytes, made.request.flagged_bytes)) == (shots, memory[shots])
 
@@ -78,10 +83,10 @@ def test_auto_takes_another_method_where_no_way_of_few_rows_has_memory(monkeypat
     """Each needs twice the memory of a scatter here."""
     monkeypatch.setattr(System, "of", classmethod(lambda cls, device: H200))
     monkeypatch.setattr("overlap_train.select.choose.on_hopper", lambda *_: True)
-    roomy, tight = (all_reducing(1024, 2, n=16384, symmetric_mib=mib) for mib in (256, 128))
+    roomy, tight = (all_reducing(1024, 2, 16384, "auto", symmetric_mib=mib) for mib in (256, 128))
     assert (roomy.fprop.method, roomy.shots) == (LOW_LATENCY, TWO_SHOTS)
     assert tight.fprop.method != LOW_LATENCY and tight.request.slot_bytes == 1024 * 16384 * 2
-    asked = all_reducing(1024, 2, n=16384, symmetric_mib=128, method=LOW_LATENCY)
+    asked = all_reducing(1024, 2, 16384, symmetric_mib=128)
     assert asked.shots == TWO_SHOTS, "is refused for its memory, by name"
 
 
@@ -90,29 +95,26 @@ def test_kernels_that_wait_are_refused_where_each_launch_waits(variable: str, mo
     """On GPUs all ranks would stand still until timeout_s."""
     monkeypatch.setenv(variable, "1")
     for method in ("fused", "direct", LOW_LATENCY):
-        told = error_on_device(plan(8, 32, method), GPU, lambda: False)
-        assert told is not None and f"method={method!r} with {variable} set" in told and "or use 'chunked'" in told
-    by_auto = error_on_device(replace(plan(8, 32, "direct"), config=OverlapConfig()), GPU, lambda: False)
-    assert by_auto is not None and by_auto.startswith(f"method='auto', which takes 'direct' here, with {variable} set")
+        told = refusal(plan(8, 32, method)) or ""
+        assert f"method={method!r} with {variable} set" in told and "or use 'chunked'" in told
+    by_auto = refusal(replace(plan(8, 32, "direct"), config=OverlapConfig())) or ""
+    assert by_auto.startswith(f"method='auto', which takes 'direct' here, with {variable} set")
     for method in ("chunked", "collective"):
-        assert error_on_device(plan(8, 32, method), GPU, lambda: False) is None
+        assert refusal(plan(8, 32, method)) is None
     monkeypatch.setenv(variable, "0")
-    assert error_on_device(plan(8, 32), GPU, lambda: False) is None
+    assert refusal(plan(8, 32)) is None
 
 
 def test_it_is_refused_by_name_where_it_cannot_serve() -> None:
     features = MOST_BYTES // 1024 // 2
-    assert error_on_device(plan(512, features), GPU, lambda: False) is None
-    told = error_on_device(plan(512, features + 1), GPU, lambda: False)
-    assert told is not None and "takes 64.0 MiB as words with flags, at most 64 are served" in told
-    assert "--overlap-train-method" in told
-    exchange = error_on_device(plan(8, 32, spec=ALL_TO_ALL_LINEAR), GPU, lambda: False)
-    assert exchange is not None and "it serves gathers and scatters, no all-to-alls" in exchange
-    on_cpu = error_on_device(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu"), lambda: False)
-    assert on_cpu is not None and "interpreter only" in on_cpu
-    assert error_on_device(plan(8, 32), torch.device("cpu"), lambda: True) is None, (
-        "also in bf16, which the library multiplies"
-    )
+    assert refusal(plan(512, features)) is None
+    told = refusal(plan(512, features + 1)) or ""
+    assert "takes 64.0 MiB as words with flags, at most 64 are served" in told and "--overlap-train-method" in told
+    exchange = plan(8, 32, spec=ALL_TO_ALL_LINEAR)
+    assert "it serves gathers and scatters, no all-to-alls" in (refusal(exchange) or "")
+    assert "interpreter only" in (refusal(plan(8, 32, spec=LINEAR_REDUCE_SCATTER), torch.device("cpu")) or "")
+    in_bf16 = plan(8, 32)  # which the library multiplies
+    assert refusal(in_bf16, torch.device("cpu"), is_interpreted=True) is None
 
 
 def test_it_serves_gathers_and_scatters_of_few_bytes() -> None:

@@ -58,13 +58,8 @@ class Ranks:
 def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A stand-in for nvshmem.core, which is there to be imported, and NVSHMEM not yet initialised."""
     found = ModuleType("nvshmem.core")
-    answers = {
-        "get_unique_id": "uid",
-        "init": None,
-        "bytetensor": torch.ones(16, dtype=torch.uint8),
-        "free_tensor": None,
-        "finalize": None,
-    }
+    answers = {"get_unique_id": "uid", "bytetensor": torch.ones(16, dtype=torch.uint8)}
+    answers |= dict.fromkeys(("init", "free_tensor", "finalize"))
     for name, answer in answers.items():
         setattr(found, name, mock.Mock(return_value=answer))
     found.get_peer_tensor = lambda memory, rank: memory  # type: ignore[attr-defined]
@@ -129,31 +124,17 @@ def test_nvshmem_starts_allocates_and_opens_by_all_ranks(core: Any) -> None:
     assert core.limits[3:] == [("overlap_train: end NVSHMEM", ranks.callers())] and core.finalize.called
 
 
-def _lacks_the_package(core: Any) -> None:
-    sys.modules["nvshmem"] = sys.modules["nvshmem.core"] = None  # type: ignore[assignment]
+FAILURES: dict[str, Callable[[Any], Any]] = {  # by what the others are told
+    "nvshmem": lambda core: sys.modules.update({"nvshmem": None, "nvshmem.core": None}),  # type: ignore[dict-item]
+    "no network": lambda core: core.get_unique_id.configure_mock(side_effect=OwnError("no network")),
+    "init refused": lambda core: core.init.configure_mock(side_effect=OwnError("init refused")),
+    r"NVSHMEM world has ranks \[0, 4\]": lambda core: nvshmem._worlds.append(Callers(0, (0, 4), 60.0)),
+}
 
 
-def _has_no_id(core: Any) -> None:
-    core.get_unique_id.side_effect = OwnError("no network")
-
-
-def _cannot_start(core: Any) -> None:
-    core.init.side_effect = OwnError("init refused")
-
-
-def _has_another_world(core: Any) -> None:
-    nvshmem._worlds.append(Callers(0, (0, 4), 60.0))
-
-
-@pytest.mark.parametrize(
-    ("fail", "text"),
-    [
-        (_lacks_the_package, "nvshmem"), (_has_no_id, "no network"), (_cannot_start, "init refused"),
-        (_has_another_world, r"NVSHMEM world has ranks \[0, 4\]"),
-    ],
-)  # fmt: skip
-def test_a_rank_that_cannot_start_nvshmem_tells_the_others(core: Any, fail: Callable[[Any], None], text: str) -> None:
-    fail(core)
+@pytest.mark.parametrize("text", FAILURES)
+def test_a_rank_that_cannot_start_nvshmem_tells_the_others(core: Any, text: str) -> None:
+    FAILURES[text](core)
     worlds, ranks = list(nvshmem._worlds), Ranks()
     with pytest.raises(RuntimeError, match=f"{START}: rank 0: .*{text}"):
         opened(ranks)

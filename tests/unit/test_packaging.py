@@ -87,17 +87,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        str(source),
-        "-w",
-        str(folder),
-        "--no-deps",
-        "--no-build-isolation",
-    ]
+    how = ("-w", str(folder), "--no-deps", "--no-build-isolation")
+    command = [sys.executable, "-m", "pip", "wheel", str(source), *how]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
     (built,) = folder.glob("*.whl")

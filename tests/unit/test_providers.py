@@ -12,6 +12,7 @@ from overlap_train.ranks.bounded import Callers
 from overlap_train.symmetric import nvshmem, resolve_provider
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TWO: Any = (0, 1)
 
 
 @pytest.fixture
@@ -27,10 +28,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> list[Callers]:
 
 
 def test_nvshmem_serves_the_group_of_its_world_only(world: list[Callers]) -> None:
-    group: Any = (0, 1)
-    assert resolve_provider(group, "auto", GPU) == "nvshmem"
+    assert resolve_provider(TWO, "auto", GPU) == "nvshmem"
     world.append(Callers(0, (0, 1), 60.0))
-    assert resolve_provider(group, "auto", GPU) == "nvshmem"
+    assert resolve_provider(TWO, "auto", GPU) == "nvshmem"
     other: Any = (2, 3)
     assert resolve_provider(other, "auto", GPU) == "torch"
 
@@ -44,19 +44,17 @@ def test_nvshmem_serves_the_node_of_its_world(world: list[Callers]) -> None:
 
 def test_without_nvshmem4py_torch_serves(world: list[Callers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "is_installed", lambda: False)
-    group: Any = (0, 1)
-    assert resolve_provider(group, "auto", GPU) == "torch"
+    assert resolve_provider(TWO, "auto", GPU) == "torch"
     with pytest.raises(ValueError, match="nvshmem4py is not installed"):
-        resolve_provider(group, "nvshmem", GPU)
+        resolve_provider(TWO, "nvshmem", GPU)
 
 
 def test_cpus_are_served_by_host_and_gpus_are_not(world: list[Callers]) -> None:
-    group: Any = (0, 1)
-    assert resolve_provider(group, "auto", CPU) == resolve_provider(group, "host", CPU) == "host"
-    assert resolve_provider(group, "torch", GPU) == "torch"
+    assert resolve_provider(TWO, "auto", CPU) == resolve_provider(TWO, "host", CPU) == "host"
+    assert resolve_provider(TWO, "torch", GPU) == "torch"
     for provider, device in (("host", GPU), ("torch", CPU), ("nvshmem", CPU)):
         with pytest.raises(ValueError, match=f"provider='{provider}' with tensors on {device}"):
-            resolve_provider(group, provider, device)
+            resolve_provider(TWO, provider, device)
 
 
 class Ranks:
