@@ -59,13 +59,18 @@ class Case:
         keep = torch.rand(shape, generator=generator, device=self.device) < min(1.0, 64 / max(shape[-1], 1))
         return values * keep
 
-    def mine(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's shard of a full tensor, in the case's dtype, as a leaf."""
-        return full.chunk(self.world, dim)[self.rank].to(self.dtype).contiguous().requires_grad_()
+    def mine(self, full: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """This rank's shard of a full tensor, or all of it without a dim, in the case's dtype, as a leaf."""
+        shard = full if dim is None else full.chunk(self.world, dim)[self.rank]
+        return shard.to(self.dtype).contiguous().requires_grad_()
 
-    def copy(self, full: torch.Tensor) -> torch.Tensor:
-        """All of a full tensor, as every rank has it, in the case's dtype, as a leaf."""
-        return full.to(self.dtype).requires_grad_()
+    def only_mine(self, full: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """A full tensor with zeros where other ranks have their shards."""
+        if dim is None:
+            return full
+        only = torch.zeros_like(full)
+        only.chunk(self.world, dim)[self.rank].copy_(full.chunk(self.world, dim)[self.rank])
+        return only
 
 
 def poison(case: Case) -> None:
@@ -100,122 +105,51 @@ def check_exact(name: str, actual: torch.Tensor | None, full: torch.Tensor, dim:
     assert wrong == 0, f"{name} on rank {case.rank}: {wrong} of {actual.numel()} elements differ"
 
 
-def column(case: Case, rows: tuple[int, ...], k: int, n_shard: int, seed: int = 0, bias: bool = False) -> None:
-    """all_gather_linear, forward and backward, against the unsharded product in fp64."""
-    s, rest, w = rows[0] * case.world, rows[1:], n_shard * case.world
-    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(w, k, seed=seed + 1)
-    dy, b = case.integers(s, *rest, w, seed=seed + 2), case.integers(w, seed=seed + 3)
-    x_shard, w_shard, b_shard = case.mine(x, 0), case.mine(weight, 0), case.mine(b, 0) if bias else None
-    poison(case)
-    y = all_gather_linear(x_shard, w_shard, b_shard, group=case.group, config=case.config)
-    y.backward(case.mine(dy, -1).detach())
-    check_exact("y", y, x @ weight.t() + (b if bias else 0), -1, case)
-    check_exact("dx", x_shard.grad, dy @ weight, 0, case)
-    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 0, case)
-    if b_shard is not None:
-        check_exact("dbias", b_shard.grad, dy.flatten(0, -2).sum(0), 0, case)
+@dataclass(frozen=True)
+class ExactLinear:
+    """Runs one operator forward and backward, and compares y, dx, dw and dbias with the unsharded product in fp64.
 
-
-def row(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, bias: bool = False) -> None:
-    """linear_reduce_scatter, forward and backward, against the unsharded product in fp64."""
-    s, rest, k = rows[0] * case.world, rows[1:], k_shard * case.world
-    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
-    dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
-    x_shard, w_shard = case.mine(x, -1), case.mine(weight, 1)
-    b_full = case.copy(b) if bias else None
-    poison(case)
-    y = linear_reduce_scatter(x_shard, w_shard, b_full, group=case.group, config=case.config)
-    y.backward(case.mine(dy, 0).detach())
-    check_exact("y", y, x @ weight.t() + (b if bias else 0), 0, case)
-    check_exact("dx", x_shard.grad, dy @ weight, -1, case)
-    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 1, case)
-    if b_full is not None:
-        check_exact("dbias", b_full.grad, case.mine(dy, 0).detach().double().flatten(0, -2).sum(0), None, case)
-
-
-def to_heads(case: Case, rows: tuple[int, ...], k: int, n_shard: int, seed: int = 0, bias: bool = False) -> None:
-    """linear_all_to_all, forward and backward, against the product in fp64.
-
-    Each rank's dw is compared with what its rows add to the whole, and dbias with what its columns add: their sums over the
+    x, w, bias, y: the dimension along which ranks have shards of it; None where every rank has all of it. The gradient of a w or
+    bias that every rank has is only what this rank's rows add to dw, and what its part of y adds to dbias: their sums over the
     ranks are then right, too.
     """
-    s, rest, n = rows[0] * case.world, rows[1:], n_shard * case.world
-    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
-    dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
-    x_shard, w, b_leaf = case.mine(x, 0), case.copy(weight), case.copy(b) if bias else None
-    poison(case)
-    y = linear_all_to_all(x_shard, w, b_leaf, group=case.group, config=case.config)
-    y.backward(case.mine(dy, -1).detach())
-    check_exact("y", y, x @ weight.t() + (b if bias else 0), -1, case)
-    check_exact("dx", x_shard.grad, dy @ weight, 0, case)
-    check_exact("dw", w.grad, _of_own_rows(dy, x, case), None, case)
-    if b_leaf is not None:
-        columns = torch.arange(n, device=case.device) // n_shard == case.rank
-        check_exact("dbias", b_leaf.grad, dy.flatten(0, -2).sum(0) * columns, None, case)
+
+    operator: Callable[..., torch.Tensor]
+    x: int | None
+    w: int | None
+    bias: int | None
+    y: int | None
+
+    def __call__(self, case: Case, rows: tuple[int, ...], k: int, n: int, seed: int = 0, bias: bool = False) -> None:
+        """rows, k, n: of x [rows, k] and y [rows, n], each as long as one rank's shard where x or y is sharded along it."""
+        m = rows[0] * (case.world if 0 in (self.x, self.y) else 1)
+        k, n = k * (case.world if self.x == -1 else 1), n * (case.world if self.y == -1 else 1)
+        x, w = case.integers(m, *rows[1:], k, seed=seed), case.integers(n, k, seed=seed + 1)
+        dy, b = case.integers(m, *rows[1:], n, seed=seed + 2), case.integers(n, seed=seed + 3)
+        x_shard, w_shard = case.mine(x, self.x), case.mine(w, self.w)
+        b_shard = case.mine(b, self.bias) if bias else None
+        poison(case)
+        y = self.operator(x_shard, w_shard, b_shard, group=case.group, config=case.config)
+        y.backward(case.mine(dy, self.y).detach())
+        check_exact("y", y, x @ w.t() + (b if bias else 0), self.y, case)
+        check_exact("dx", x_shard.grad, dy @ w, self.x, case)
+        of_dw = case.only_mine(dy, 0) if self.w is None else dy
+        check_exact("dw", w_shard.grad, of_dw.flatten(0, -2).t() @ x.flatten(0, -2), self.w, case)
+        if b_shard is not None:
+            of_dbias = case.only_mine(dy, self.y) if self.bias is None else dy
+            check_exact("dbias", b_shard.grad, of_dbias.flatten(0, -2).sum(0), self.bias, case)
 
 
-def to_rows(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, bias: bool = False) -> None:
-    """all_to_all_linear, forward and backward, against the product in fp64. dw, dbias: as for to_heads, of the own rows."""
-    s, rest, k = rows[0] * case.world, rows[1:], k_shard * case.world
-    x, weight = case.integers(s, *rest, k, seed=seed), case.integers(n, k, seed=seed + 1)
-    dy, b = case.integers(s, *rest, n, seed=seed + 2), case.integers(n, seed=seed + 3)
-    x_shard, w, b_leaf = case.mine(x, -1), case.copy(weight), case.copy(b) if bias else None
-    poison(case)
-    y = all_to_all_linear(x_shard, w, b_leaf, group=case.group, config=case.config)
-    y.backward(case.mine(dy, 0).detach())
-    check_exact("y", y, x @ weight.t() + (b if bias else 0), 0, case)
-    check_exact("dx", x_shard.grad, dy @ weight, -1, case)
-    check_exact("dw", w.grad, _of_own_rows(dy, x, case), None, case)
-    if b_leaf is not None:
-        check_exact("dbias", b_leaf.grad, dy.chunk(case.world)[case.rank].flatten(0, -2).sum(0), None, case)
-
-
-def all_reduced_row(case: Case, rows: tuple[int, ...], k_shard: int, n: int, seed: int = 0, bias: bool = False) -> None:
-    """linear_all_reduce, forward and backward, against the unsharded product in fp64. rows: of all ranks."""
-    x, weight = (
-        case.integers(*rows, k_shard * case.world, seed=seed),
-        case.integers(n, k_shard * case.world, seed=seed + 1),
-    )
-    dy, b = case.integers(*rows, n, seed=seed + 2), case.integers(n, seed=seed + 3)
-    x_shard, w_shard, b_leaf = case.mine(x, -1), case.mine(weight, 1), case.copy(b) if bias else None
-    poison(case)
-    y = linear_all_reduce(x_shard, w_shard, b_leaf, group=case.group, config=case.config)
-    y.backward(dy.to(case.dtype))
-    check_exact("y", y, x @ weight.t() + (b if bias else 0), None, case)
-    check_exact("dx", x_shard.grad, dy @ weight, -1, case)
-    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 1, case)
-    if b_leaf is not None:
-        check_exact("dbias", b_leaf.grad, dy.flatten(0, -2).sum(0), None, case)
-
-
-def all_reduced_column(
-    case: Case, rows: tuple[int, ...], k: int, n_shard: int, seed: int = 0, bias: bool = False
-) -> None:
-    """linear_dgrad_all_reduce, likewise."""
-    x, weight = case.integers(*rows, k, seed=seed), case.integers(n_shard * case.world, k, seed=seed + 1)
-    dy, b = (
-        case.integers(*rows, n_shard * case.world, seed=seed + 2),
-        case.integers(n_shard * case.world, seed=seed + 3),
-    )
-    x_leaf, w_shard, b_shard = case.copy(x), case.mine(weight, 0), case.mine(b, 0) if bias else None
-    poison(case)
-    y = linear_dgrad_all_reduce(x_leaf, w_shard, b_shard, group=case.group, config=case.config)
-    y.backward(case.mine(dy, -1).detach())
-    check_exact("y", y, x @ weight.t() + (b if bias else 0), -1, case)
-    check_exact("dx", x_leaf.grad, dy @ weight, None, case)
-    check_exact("dw", w_shard.grad, dy.flatten(0, -2).t() @ x.flatten(0, -2), 0, case)
-    if b_shard is not None:
-        check_exact("dbias", b_shard.grad, dy.flatten(0, -2).sum(0), 0, case)
-
-
-def _of_own_rows(dy: torch.Tensor, x: torch.Tensor, case: Case) -> torch.Tensor:
-    """This rank's part of the weight gradient dy.T @ x, whose sum over the ranks is all of it."""
-    dy_rows, x_rows = (t.chunk(case.world)[case.rank].flatten(0, -2) for t in (dy, x))
-    return dy_rows.t() @ x_rows
-
-
-OPERATORS: dict[str, Callable[..., None]] = {"column": column, "row": row, "to_heads": to_heads, "to_rows": to_rows}
-ALL_REDUCING: dict[str, Callable[..., None]] = {"column": all_reduced_column, "row": all_reduced_row}
+column = ExactLinear(all_gather_linear, x=0, w=0, bias=0, y=-1)
+row = ExactLinear(linear_reduce_scatter, x=-1, w=1, bias=None, y=0)
+to_heads = ExactLinear(linear_all_to_all, x=0, w=None, bias=None, y=-1)
+to_rows = ExactLinear(all_to_all_linear, x=-1, w=None, bias=None, y=0)
+OPERATORS = {"column": column, "row": row, "to_heads": to_heads, "to_rows": to_rows}
+PAIRS = {"tensor": (all_gather_linear, linear_reduce_scatter), "ulysses": (linear_all_to_all, all_to_all_linear)}
+ALL_REDUCING = {
+    "column": ExactLinear(linear_dgrad_all_reduce, x=None, w=0, bias=0, y=-1),
+    "row": ExactLinear(linear_all_reduce, x=-1, w=1, bias=None, y=None),
+}
 
 
 def same_bits(case: Case, rows: int, k: int = 512, n: int = 1024) -> None:
@@ -244,3 +178,27 @@ def rounding_bound(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, partial
     magnitude = a.double().abs() @ b.double().abs()
     eps, eps32 = torch.finfo(dtype).eps, torch.finfo(torch.float32).eps
     return magnitude * (eps + (a.shape[1] + partials) * eps32)
+
+
+def bits_of_sums(rank: int, world: int, config: OverlapConfig) -> list[bytes]:
+    """y, dx and dw of both operators that add, of random numbers."""
+    found: list[torch.Tensor] = []
+    for operator, features in ((linear_reduce_scatter, 40), (all_to_all_linear, 40 * world)):
+        generator = torch.Generator().manual_seed(rank)
+        x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
+        w = torch.randn(24, features, generator=generator).requires_grad_()
+        y = operator(x, w, group=dist.group.WORLD, config=config)
+        found += [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
+    return [t.detach().numpy().tobytes() for t in found]
+
+
+def error_of_a_sum(rank: int, world: int, config: OverlapConfig) -> float:
+    """The largest error of a random bf16 reduction, as a fraction of the bound that its rounding allows."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = torch.randn(8 * world, 96 * world, generator=generator), torch.randn(40, 96 * world, generator=generator)
+    x, w = x.bfloat16(), w.bfloat16()
+    x_shard_k, w_shard_k = (t.chunk(world, 1)[rank].contiguous() for t in (x, w))
+    y = linear_reduce_scatter(x_shard_k, w_shard_k, group=dist.group.WORLD, config=config)
+    exact = (x.double() @ w.double().t()).chunk(world)[rank]
+    bound = rounding_bound(x, w.t(), torch.bfloat16, world).chunk(world)[rank]
+    return float(((y.double() - exact).abs() / bound).max())

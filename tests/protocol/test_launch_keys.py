@@ -34,13 +34,8 @@ class Shifted(Case):
 
     places = (0, 0, 0)
 
-    def mine(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        return self._placed(super().mine(full, dim).detach())
-
-    def copy(self, full: torch.Tensor) -> torch.Tensor:
-        return self._placed(super().copy(full).detach())
-
-    def _placed(self, whole: torch.Tensor) -> torch.Tensor:
+    def mine(self, full: torch.Tensor, dim: int | None) -> torch.Tensor:
+        whole = super().mine(full, dim).detach()
         first = self.places[2 if whole.dim() == 1 else whole.shape[0] in (40, 40 * self.world)]  # bias, weight or x
         return torch.zeros(whole.numel() + 1)[first:][: whole.numel()].view(whole.shape).copy_(whole).requires_grad_()
 

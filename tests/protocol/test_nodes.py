@@ -39,7 +39,7 @@ from overlap_train.nodes.gloo import GlooTransport, HostEngine
 from overlap_train.nodes.ops import InterNodeAllToAllGemm, InterNodeGemmAllToAll, InterNodeGemmReduceScatter
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.select.tiles import equal_chunks
-from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
+from tests.linear_cases import OPERATORS, PAIRS, SHAPES, Case, bits_of_sums, error_of_a_sum
 from tests.processes import Outcome, run_ranks, values
 
 CPU = torch.device("cpu")
@@ -50,30 +50,33 @@ def case_of(node_ranks: int, method: str = "chunked", **settings: Any) -> Case:
     return Case(dist.group.WORLD, CPU, OverlapConfig(method=method, node_ranks=node_ranks, **settings))
 
 
-def every_shape(case: Case) -> int:
-    """All operators, forward and backward, exactly."""
-    for number, (rows, k, n) in enumerate(SHAPES.values()):
-        for operator in OPERATORS.values():
-            operator(case, rows, k, n, seed=number, bias=bool(number % 2))
-    return case.world
-
-
 def _every_shape(rank: int, world: int, node_ranks: int, method: str) -> int:
-    return every_shape(case_of(node_ranks, method))
+    """All operators, forward and backward, exactly."""
+    for number, shape in enumerate(SHAPES.values()):
+        for operator in OPERATORS.values():
+            operator(case_of(node_ranks, method), *shape, seed=number, bias=bool(number % 2))
+    return world
 
 
-@pytest.mark.parametrize(("world", "node_ranks"), [(4, 2), (6, 3), (2, 1)])
-def test_every_shape(world: int, node_ranks: int) -> None:
-    assert values(run_ranks(world, _every_shape, node_ranks, "chunked", limit_s=60)) == [world] * world
+@pytest.mark.parametrize(
+    ("method", "world", "node_ranks"),
+    [
+        ("chunked", 4, 2), ("chunked", 6, 3), ("chunked", 2, 1), ("collective", 4, 2), ("auto", 4, 2),
+        ("fused", 2, 1), ("fused", 4, 2), ("fused", 3, 1),
+    ],
+)  # fmt: skip
+def test_every_shape(method: str, world: int, node_ranks: int) -> None:
+    limit_s = 120 if method == "fused" else 60
+    assert values(run_ranks(world, _every_shape, node_ranks, method, limit_s=limit_s)) == [world] * world
 
 
 def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str) -> list[int]:
     """Operators of tensor parallelism as if so many chunks had been measured as the fastest; how many each plan then has."""
     case, counts = case_of(node_ranks, method), []
     with mock.patch.object(nodes_plan, "network_chunks_of", lambda how, p, *rest: equal_chunks(p.m // p.world, chunks)):
-        for number, (rows, k, n) in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
+        for number, shape in enumerate([*SHAPES.values(), ((6, 1), 24, 20)]):
             for operator in ("column", "row"):
-                OPERATORS[operator](case, rows, k, n, seed=number, bias=bool(number % 2))
+                OPERATORS[operator](case, *shape, seed=number, bias=bool(number % 2))
         cache = made_cache(made_domain(case.group))
         assert cache is not None
         for planned in map(cache.plans.get, cache.plans):
@@ -85,16 +88,6 @@ def _in_chunks(rank: int, world: int, node_ranks: int, chunks: int, method: str)
 def test_every_shape_in_chunks(world: int, node_ranks: int, method: str) -> None:
     for counts in values(run_ranks(world, _in_chunks, node_ranks, 4, method, limit_s=120)):
         assert set(counts) == {1, 2, 4}, "as many as cut the rows into equal chunks"
-
-
-@pytest.mark.parametrize("method", ["collective", "auto"])
-def test_every_shape_by_other_methods(method: str) -> None:
-    assert values(run_ranks(4, _every_shape, 2, method, limit_s=60)) == [4] * 4
-
-
-@pytest.mark.parametrize(("world", "node_ranks"), [(2, 1), (4, 2), (3, 1)])
-def test_every_shape_by_a_kernel(world: int, node_ranks: int) -> None:
-    assert values(run_ranks(world, _every_shape, node_ranks, "fused", limit_s=120)) == [world] * world
 
 
 def _many_ways(rank: int, world: int) -> list[str]:
@@ -169,14 +162,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(fault: bool) -> None:
 def _bits(rank: int, world: int, delays: bool) -> list[bytes]:
     if delays:
         _slow(rank)
-    found = []
-    for operator, features in ((linear_reduce_scatter, 40), (all_to_all_linear, 40 * world)):
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
-        w = torch.randn(24, features, generator=generator).requires_grad_()
-        y = operator(x, w, group=dist.group.WORLD, config=case_of(2).config)
-        found += [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
-    return [t.detach().numpy().tobytes() for t in found]
+    return bits_of_sums(rank, world, case_of(2).config)
 
 
 def _slow(rank: int) -> None:
@@ -246,22 +232,10 @@ def test_sends_run_beside_products() -> None:
         assert back == ["send", "mm", "send"]
 
 
-def _within_bound(rank: int, world: int) -> float:
-    """The largest error of a random bf16 reduction, as a fraction of the bound that its rounding allows."""
-    generator = torch.Generator().manual_seed(1)
-    x, w = torch.randn(8 * world, 96 * world, generator=generator), torch.randn(40, 96 * world, generator=generator)
-    x, w = x.bfloat16(), w.bfloat16()
-    mine = [t.chunk(world, 1)[rank].contiguous() for t in (x, w)]
-    y = linear_reduce_scatter(*mine, group=dist.group.WORLD, config=case_of(2).config)
-    exact = (x.double() @ w.double().t()).chunk(world, 0)[rank]
-    # Partials and then sums of far nodes are rounded, each to eps/2 of a magnitude that is at most that of all.
-    bound = 1.5 * rounding_bound(x, w.t(), torch.bfloat16, world).chunk(world, 0)[rank]
-    return float(((y.double() - exact).abs() / bound).max())
-
-
 def test_random_numbers_stay_within_the_rounding_bound() -> None:
-    worst = max(values(run_ranks(4, _within_bound)))
-    assert 0 < worst <= 1
+    """Partials and then sums of far nodes are rounded, each to eps/2 of a magnitude that is at most that of all."""
+    worst = max(values(run_ranks(4, error_of_a_sum, OverlapConfig(method="chunked", node_ranks=2))))
+    assert 0 < worst <= 1.5
 
 
 def _idle(rank: int, world: int) -> int:
@@ -278,33 +252,23 @@ def test_a_network_that_is_idle_is_not_lost() -> None:
     assert values(run_ranks(4, _idle)) == [4] * 4
 
 
-def _refused(rank: int, world: int) -> list[str]:
-    x, w = torch.ones(4, 8), torch.ones(8, 8)
-    said = []
-    for method in ("low_latency", "direct"):
-        with pytest.raises(ValueError) as raised:
-            all_gather_linear(x, w, group=dist.group.WORLD, config=case_of(2, method).config, name=method)
-        said.append(str(raised.value))
-    with pytest.raises(ValueError) as raised:
-        all_to_all_linear(x, torch.ones(8, 32), group=dist.group.WORLD, config=case_of(2, "direct").config, name="a2a")
-    said.append(str(raised.value))
-    with pytest.raises(ValueError) as raised:
-        all_gather_linear(x, w, group=dist.group.WORLD, config=OverlapConfig(node_ranks=4), name="other")
-    said.append(str(raised.value))
-    for operator in OPERATORS.values():
-        operator(case_of(2, "auto"), (4, 2), 24, 16)
-    return said
+def _refused(rank: int, world: int) -> None:
+    x, w, wide = torch.ones(4, 8), torch.ones(8, 8), torch.ones(8, 32)
+    direct, other_nodes = case_of(2, "direct").config, OverlapConfig(node_ranks=4)
+    for number, (operator, weight, config, said) in enumerate((
+        (all_gather_linear, w, case_of(2, "low_latency").config, "method='low_latency' in a group of 2 nodes"),
+        (all_gather_linear, w, direct, "method='direct' in a group of 2 nodes"),
+        (all_to_all_linear, wide, direct, "method='direct' in a group of 2 nodes: its kernels send inside one node only"),
+        (all_gather_linear, w, other_nodes, "node_ranks=4, but the group's domain was made with 2"),
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            operator(x, weight, group=dist.group.WORLD, config=config, name=str(number))
+    for each in OPERATORS.values():
+        each(case_of(2, "auto"), (4, 2), 24, 16)
 
 
-def test_what_does_not_cross_nodes_is_refused_and_auto_takes_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
-    for few_rows, direct, exchange, other in values(run_ranks(4, _refused, limit_s=60)):
-        assert (
-            "method='low_latency' in a group of 2 nodes" in few_rows
-            and "method='direct' in a group of 2 nodes" in direct
-        )
-        assert "method='direct' in a group of 2 nodes: its kernels send inside one node only" in exchange
-        assert "node_ranks=4, but the group's domain was made with 2" in other
+def test_what_does_not_cross_nodes_is_refused_and_auto_takes_what_does() -> None:
+    values(run_ranks(4, _refused, limit_s=60))
 
 
 def _uneven(rank: int, world: int) -> str:
@@ -338,14 +302,10 @@ class _Impatient:
     def __init__(self, call: Any) -> None:
         self._call = call
 
-    def wait(self, source: int) -> None:
+    def wait(self, *_: int) -> None:
         pass
 
-    def wait_chunk(self, source: int, chunk: int) -> None:
-        pass
-
-    def wait_for_all(self) -> None:
-        pass
+    wait_chunk = wait_for_all = wait
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
@@ -400,28 +360,27 @@ def _for_the_receiver(send: Callable[..., Any]) -> Callable[..., Any]:
     return put
 
 
-def _plant(fault: str, rank: int) -> None:
-    if fault == "a block is passed on before it is there":
-        HostEngine.arrive = _on_impatient(HostEngine.arrive)  # type: ignore[method-assign]
-    if fault == "the sum is sent before the partials are there":
-        InterNodeGemmReduceScatter._make_sum = _without_wait(InterNodeGemmReduceScatter._make_sum)  # type: ignore[method-assign]
-    if fault == "the result is complete before the sums of other nodes are there":
-        InterNodeGemmReduceScatter.finish = _without_wait(InterNodeGemmReduceScatter.finish)  # type: ignore[method-assign]
-    if fault == "a far block is multiplied before it is there":
-        InterNodeAllToAllGemm.matmul = _without_wait(InterNodeAllToAllGemm.matmul)  # type: ignore[method-assign]
-    if fault == "far columns are read before they are there":
-        InterNodeGemmAllToAll.received = _without_wait(InterNodeGemmAllToAll.received)  # type: ignore[method-assign]
-    if fault == "a signal comes before its data":
-        GlooTransport.put = _signals_first(GlooTransport.put)  # type: ignore[method-assign]
-    if fault == "a block stays with who takes it from the network":
-        GlooTransport.put = _for_the_receiver(GlooTransport.put)  # type: ignore[method-assign]
-    if fault == "a source is used again before it is sent":
-        GlooTransport.put = _reuses_its_sum(GlooTransport.put)  # type: ignore[method-assign]
+# What goes wrong, and in which method.
+FAULTS_OF_SUMS = {
+    "a block is passed on before it is there": (_on_impatient, HostEngine, "arrive"),
+    "the sum is sent before the partials are there": (_without_wait, InterNodeGemmReduceScatter, "_make_sum"),
+    "the result is complete before the sums of other nodes are there": (_without_wait, InterNodeGemmReduceScatter, "finish"),
+    "a source is used again before it is sent": (_reuses_its_sum, GlooTransport, "put"),
+}  # fmt: skip
+FAULTS_OF_ALL_TO_ALLS = {
+    "a far block is multiplied before it is there": (_without_wait, InterNodeAllToAllGemm, "matmul"),
+    "far columns are read before they are there": (_without_wait, InterNodeGemmAllToAll, "received"),
+    "a signal comes before its data": (_signals_first, GlooTransport, "put"),
+    "a block stays with who takes it from the network": (_for_the_receiver, GlooTransport, "put"),
+    "a source is used again before it is sent": (_reuses_its_sum, GlooTransport, "put"),
+}
 
 
 def _with_fault(rank: int, world: int, fault: str, operators: tuple[str, ...]) -> str:
     """What the exact cases say, with one fault and one slow rank."""
-    _plant(fault, rank)
+    if fault != "none":
+        wrong, of, method = (FAULTS_OF_SUMS | FAULTS_OF_ALL_TO_ALLS)[fault]
+        setattr(of, method, wrong(getattr(of, method)))  # of this process
     if rank == 1:
         push = HostEngine.push
 
@@ -440,31 +399,12 @@ def _with_fault(rank: int, world: int, fault: str, operators: tuple[str, ...]) -
     return "nothing"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "a block is passed on before it is there",
-        "the sum is sent before the partials are there",
-        "the result is complete before the sums of other nodes are there",
-        "a source is used again before it is sent",
-        "none",
-    ],
-)
+@pytest.mark.parametrize("fault", [*FAULTS_OF_SUMS, "none"])
 def test_planted_fault_is_found(fault: str) -> None:
     _check_fault(fault, ("column", "row"))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "a far block is multiplied before it is there",
-        "far columns are read before they are there",
-        "a signal comes before its data",
-        "a block stays with who takes it from the network",
-        "a source is used again before it is sent",
-        "none",
-    ],
-)
+@pytest.mark.parametrize("fault", [*FAULTS_OF_ALL_TO_ALLS, "none"])
 def test_planted_fault_of_an_all_to_all_is_found(fault: str) -> None:
     _check_fault(fault, ("to_heads", "to_rows"))
 
@@ -494,9 +434,6 @@ def _victim(rank: int, world: int, how: str, operators: str) -> tuple[str, float
         shutdown()  # returns, although the peer is gone
         return str(error), seconds
     return "no error", 0.0
-
-
-PAIRS = {"tensor": (all_gather_linear, linear_reduce_scatter), "ulysses": (linear_all_to_all, all_to_all_linear)}
 
 
 def _step(config: OverlapConfig, first: Callable[..., torch.Tensor], second: Callable[..., torch.Tensor]) -> None:

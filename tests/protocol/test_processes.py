@@ -10,34 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from overlap_train import (
-    OverlapConfig,
-    all_gather_linear,
-    all_to_all_linear,
-    linear_all_to_all,
-    linear_reduce_scatter,
-    shutdown,
-)
+from overlap_train import OverlapConfig, all_gather_linear, linear_reduce_scatter, shutdown
 from overlap_train.ops import launch as persistent
 from overlap_train.ops.plan import EnginePlan
-from tests.linear_cases import OPERATORS, SHAPES, Case, rounding_bound
+from tests.linear_cases import OPERATORS, PAIRS, SHAPES, Case, bits_of_sums, error_of_a_sum
 from tests.processes import run_ranks, values
 
 
-def _case(method: str, **settings: Any) -> Case:
-    config = OverlapConfig(method=method, timeout_s=30.0, **settings)
-    return Case(dist.group.WORLD, torch.device("cpu"), config)
+def _case(method: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Case:
+    return Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method=method, timeout_s=30.0, **settings), dtype)
 
 
-def _every_shape(rank: int, world: int, method: str) -> int:
-    interpreted = ("one row a rank", "odd", "three leading")
-    names = interpreted if method in ("fused", "direct") else tuple(SHAPES)
-    case, shapes = _case(method), [SHAPES[name] for name in names]
-    for operator in OPERATORS.values():
-        for seed, (rows, k, n) in enumerate(shapes):
-            operator(case, rows, k, n, seed=seed, bias=seed % 2 == 0)
+def _every_shape(rank: int, world: int, method: str, dtype: torch.dtype = torch.float32) -> int:
+    names = ("one row a rank", "odd", "three leading") if method in ("fused", "direct") else tuple(SHAPES)
+    operators = ("column", "row") if method == "low_latency" else tuple(OPERATORS)
+    for operator in operators:
+        for seed, name in enumerate(names):
+            OPERATORS[operator](_case(method, dtype), *SHAPES[name], seed=seed, bias=seed % 2 == 0)
     shutdown()
-    return len(shapes) * len(OPERATORS)
+    return len(names) * len(operators)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -56,25 +47,15 @@ def test_collectives_beside_the_callers_work() -> None:
     assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [20] * 2
 
 
-def _gathers_and_scatters(rank: int, world: int, dtype: torch.dtype) -> None:
-    """bf16, too: the interpreter only moves it."""
-    case = Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method="low_latency", timeout_s=30.0), dtype)
-    for operator in ("column", "row"):
-        for seed, (rows, k, n) in enumerate(SHAPES.values()):
-            OPERATORS[operator](case, rows, k, n, seed=seed, bias=seed % 2 == 0)
-    shutdown()
-
-
 @pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float16)])
-def test_few_rows_by_words_with_flags(world: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    values(run_ranks(world, _gathers_and_scatters, dtype, limit_s=100))
+def test_few_rows_by_words_with_flags(world: int, dtype: torch.dtype) -> None:
+    """bf16, too: the interpreter only moves it."""
+    assert values(run_ranks(world, _every_shape, "low_latency", dtype, limit_s=100)) == [10] * world
 
 
 @pytest.mark.parametrize("method", ["fused", "direct"])
-def test_every_shape_by_kernels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shape_by_kernels(method: str) -> None:
     """The Triton kernels themselves, interpreted, between real processes."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [12] * 2
 
 
@@ -93,16 +74,15 @@ def _a_bias_alone_trains(rank: int, world: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["chunked", "collective", "fused", "low_latency"])
-def test_a_bias_alone_trains(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def test_a_bias_alone_trains(method: str) -> None:
     values(run_ranks(2, _a_bias_alone_trains, method, limit_s=60))
 
 
 def _keep_gathered(rank: int, world: int, method: str) -> None:
     case = _case(method, gathered_input="keep")
-    for rows, k, n in SHAPES.values():
+    for shape in SHAPES.values():
         for operator in ("column", "to_rows"):
-            OPERATORS[operator](case, rows, k, n)
+            OPERATORS[operator](case, *shape)
 
 
 @pytest.mark.parametrize("method", ["chunked", "collective"])
@@ -113,16 +93,11 @@ def test_keeping_the_gathered_input_gives_the_same(method: str) -> None:
 def _dtypes(rank: int, world: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for operator in OPERATORS.values():
-            operator(
-                Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method="chunked"), dtype), (4, 2), 48, 24
-            )
+            operator(_case("chunked", dtype), (4, 2), 48, 24)
 
 
 def test_half_precision() -> None:
     values(run_ranks(2, _dtypes))
-
-
-PAIRS = {"tensor": (all_gather_linear, linear_reduce_scatter), "ulysses": (linear_all_to_all, all_to_all_linear)}
 
 
 def _strange_layouts(rank: int, world: int, method: str, pair: str) -> None:
@@ -161,11 +136,8 @@ def _strange_layouts(rank: int, world: int, method: str, pair: str) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("method", ["chunked", "collective", "direct"])
-def test_layouts_freezing_microbatches_and_recomputation(
-    method: str, pair: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layouts_freezing_microbatches_and_recomputation(method: str, pair: str) -> None:
     """With a frozen weight, `direct` sends without a product."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     values(run_ranks(2, _strange_layouts, method, pair))
 
 
@@ -207,38 +179,12 @@ def test_a_group_that_does_not_start_at_rank_0() -> None:
     assert "not a member" in outsider
 
 
-def _bits(rank: int, world: int, method: str) -> list[bytes]:
-    """y, dx and dw of both operators that add."""
-    found: list[torch.Tensor] = []
-    for operator, features in ((linear_reduce_scatter, 40), (all_to_all_linear, 40 * world)):
-        generator = torch.Generator().manual_seed(rank)
-        x = torch.randn(6 * world, 40, generator=generator).requires_grad_()
-        w = torch.randn(24, features, generator=generator).requires_grad_()
-        y = operator(x, w, group=dist.group.WORLD, config=OverlapConfig(method=method))
-        found += [y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
-    return [t.detach().numpy().tobytes() for t in found]
-
-
 @pytest.mark.parametrize("method", ["chunked", "direct"])
-def test_the_same_bits_on_every_run(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    first, second = (values(run_ranks(3, _bits, method)) for _ in range(2))
+def test_the_same_bits_on_every_run(method: str) -> None:
+    first, second = (values(run_ranks(3, bits_of_sums, OverlapConfig(method=method))) for _ in range(2))
     assert first == second
 
 
-def _within_bound(rank: int, world: int) -> float:
-    """The largest error of a random bf16 reduction, as a fraction of the bound that its rounding allows."""
-    generator = torch.Generator().manual_seed(1)
-    x, w = torch.randn(8 * world, 96 * world, generator=generator), torch.randn(40, 96 * world, generator=generator)
-    x, w = x.bfloat16(), w.bfloat16()
-    y = linear_reduce_scatter(
-        x.chunk(world, 1)[rank].contiguous(), w.chunk(world, 1)[rank].contiguous(), group=dist.group.WORLD
-    )
-    exact = (x.double() @ w.double().t()).chunk(world, 0)[rank]
-    bound = rounding_bound(x, w.t(), torch.bfloat16, world).chunk(world, 0)[rank]
-    return float(((y.double() - exact).abs() / bound).max())
-
-
 def test_random_numbers_stay_within_the_rounding_bound() -> None:
-    worst = max(values(run_ranks(2, _within_bound)))
+    worst = max(values(run_ranks(2, error_of_a_sum, OverlapConfig())))
     assert 0 < worst <= 1
