@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from overlap_train import (
 
 LIBRARY, INTERPRETED = ("chunked", "collective"), ("fused", "direct", "low_latency")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+Linear = Callable[..., torch.Tensor]
+TENSOR_PARALLEL = (all_gather_linear, linear_reduce_scatter, linear_dgrad_all_reduce, linear_all_reduce)
+ULYSSES = (linear_all_to_all, all_to_all_linear)
 
 
 @dataclass(frozen=True)
@@ -80,100 +84,63 @@ def _cases(rank: int, world: int, noise: bool) -> Iterator[Case]:
             for method in (*LIBRARY, *(of_kernels if nodes == 1 else of_kernels[:1])):
                 config = OverlapConfig(method=method, timeout_s=60, **on_nodes)
                 name = f"{where}, {dtype_name}, {method}"
-                yield from _linears(name, rank, group, config, Inputs(dtype, noise))
+                yield from _linears(name, group, config, Inputs(dtype, noise))
     plain = OverlapConfig(method="chunked", timeout_s=60)
     inputs, group = Inputs(torch.float32, noise), dist.new_group()
-    yield f"{world} ranks, input kept", lambda: _column(rank, group, replace(plain, gathered_input="keep"), inputs, ())
-    yield (
-        f"{world} ranks, fp32 main_grad of bf16",
-        lambda: _main_grad(rank, group, plain, Inputs(torch.bfloat16, noise)),
-    )
-    yield from _attentions(rank, world, group, plain, inputs)
+    keeping = replace(plain, gathered_input="keep")
+    yield f"{world} ranks, input kept", partial(_linear, all_gather_linear, group, keeping, inputs, ())
+    yield f"{world} ranks, fp32 main_grad of bf16", partial(_main_grad, group, plain, Inputs(torch.bfloat16, noise))
+    yield from _attentions(group, plain, inputs)
     if world == 4:
         yield from _attentions_under_tp(rank, plain, inputs)
 
 
-def _linears(name: str, rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs) -> Iterator[Case]:
+def _linears(name: str, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs) -> Iterator[Case]:
     batches = ((5,), ()) if config.method in LIBRARY else ((),)
     for batch in batches:
-        shape = f"{name}, {'ragged' if batch else 'even'}"
-        yield f"{shape}: all_gather_linear", lambda b=batch: _column(rank, group, config, inputs, b)
-        yield f"{shape}: linear_reduce_scatter", lambda b=batch: _row(rank, group, config, inputs, b)
-        yield f"{shape}: linear_dgrad_all_reduce", lambda b=batch: _replicated_column(rank, group, config, inputs, b)
-        yield f"{shape}: linear_all_reduce", lambda b=batch: _all_reduced(rank, group, config, inputs, b)
+        shape, arguments = f"{name}, {'ragged' if batch else 'even'}", (group, config, inputs, batch)
+        for operator in TENSOR_PARALLEL:
+            yield f"{shape}: {operator.__name__}", partial(_linear, operator, *arguments)
         if config.method in LIBRARY and not config.node_ranks:
-            yield f"{shape}: experts", lambda b=batch: _experts(rank, group, config, inputs, b)
+            yield f"{shape}: experts", partial(_experts, *arguments)
         if config.method != "low_latency":
-            yield f"{shape}: linear_all_to_all", lambda b=batch: _to_heads(rank, group, config, inputs, b)
-            yield f"{shape}: all_to_all_linear", lambda b=batch: _to_rows(rank, group, config, inputs, b)
+            for operator in ULYSSES:
+                yield f"{shape}: {operator.__name__}", partial(_linear, operator, *arguments)
 
 
 def _sizes(batch: tuple[int, ...]) -> tuple[int, int, int]:
-    """(rows of a rank, K, N of a rank)"""
+    """(rows of a rank, features of all ranks, features of a rank)"""
     return (3, 36, 28) if batch else (16, 32, 16)
 
 
-def _results(y: torch.Tensor, inputs: Inputs, rank: int, *leaves: torch.Tensor) -> list[torch.Tensor]:
-    y.backward(inputs.make(90 + rank, *y.shape))
+def _results(y: torch.Tensor, dy: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    y.backward(dy)
     return [y, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def _column(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
+def _linear(
+    operator: Linear, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    rows, k, n = _sizes(batch)
-    x, w, bias = inputs.leaf(rank, rows, *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20 + rank, n)
-    return _results(all_gather_linear(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
-
-
-def _row(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
-) -> list[torch.Tensor]:
-    rows, n, k = _sizes(batch)
-    x, w, bias = inputs.leaf(rank, rows * group.size(), *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20, n)
-    return _results(linear_reduce_scatter(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
-
-
-def _replicated_column(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
-) -> list[torch.Tensor]:
-    rows, k, n = _sizes(batch)
-    x, w, bias = inputs.leaf(0, rows, *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20 + rank, n)
-    return _results(linear_dgrad_all_reduce(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
-
-
-def _all_reduced(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
-) -> list[torch.Tensor]:
-    rows, n, k = _sizes(batch)
-    x, w, bias = inputs.leaf(rank, rows, *batch, k), inputs.leaf(10 + rank, n, k), inputs.leaf(20, n)
-    return _results(linear_all_reduce(x, w, bias, group=group, config=config), inputs, 0, x, w, bias)
-
-
-def _to_heads(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
-) -> list[torch.Tensor]:
-    rows, k, n = _sizes(batch)
-    x, w, bias = inputs.leaf(rank, rows, *batch, k), inputs.leaf(10, 4 * n, k), inputs.leaf(20, 4 * n)
-    return _results(linear_all_to_all(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
-
-
-def _to_rows(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
-) -> list[torch.Tensor]:
-    rows, n, k = _sizes(batch)
-    x, w, bias = (
-        inputs.leaf(rank, rows * group.size(), *batch, k),
-        inputs.leaf(10, n, k * group.size()),
-        inputs.leaf(20, n),
-    )
-    return _results(all_to_all_linear(x, w, bias, group=group, config=config), inputs, rank, x, w, bias)
+    (m, wide, narrow), rank, world = _sizes(batch), group.rank(), group.size()
+    x_shape, w_shape, common = {
+        all_gather_linear: ((m, *batch, wide), (narrow, wide), ()),
+        linear_reduce_scatter: ((m * world, *batch, narrow), (wide, narrow), ("bias",)),
+        linear_dgrad_all_reduce: ((m, *batch, wide), (narrow, wide), ("x",)),
+        linear_all_reduce: ((m, *batch, narrow), (wide, narrow), ("bias", "dy")),
+        linear_all_to_all: ((m, *batch, wide), (4 * narrow, wide), ("w", "bias")),
+        all_to_all_linear: ((m * world, *batch, narrow), (wide, narrow * world), ("w", "bias")),
+    }[operator]  # common: what all ranks have alike
+    seed_x, seed_w, seed_bias, seed_dy = (0 if name in common else rank for name in ("x", "w", "bias", "dy"))
+    x, w = inputs.leaf(seed_x, *x_shape), inputs.leaf(10 + seed_w, *w_shape)
+    bias = inputs.leaf(20 + seed_bias, w_shape[0])
+    y = operator(x, w, bias, group=group, config=config)
+    return _results(y, inputs.make(90 + seed_dy, *y.shape), x, w, bias)
 
 
 def _experts(
-    rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
+    group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs, batch: tuple[int, ...]
 ) -> list[torch.Tensor]:
-    _, k, n = _sizes(batch)
+    (_, k, n), rank = _sizes(batch), group.rank()
     tokens, experts = 12 + rank * len(batch), 2 * group.size()
     x, w1, w2 = inputs.leaf(rank, tokens, k), inputs.leaf(10 + rank, 2, n, k), inputs.leaf(20 + rank, 2, k, n)
     probs = inputs.leaf(30 + rank, tokens, experts)
@@ -182,10 +149,11 @@ def _experts(
     y, p = dispatch_linear(x, w1, routing, probs, config=config)
     z = linear_combine(y.clamp(-2, 2) * p.detach()[:, None], w2, routing, config=config)
     p.backward(inputs.make(60 + rank, *p.shape), retain_graph=True)
-    return [y, p, *_results(z, inputs, rank, x, w1, w2, probs)]
+    return [y, p, *_results(z, inputs.make(90 + rank, *z.shape), x, w1, w2, probs)]
 
 
-def _main_grad(rank: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs) -> list[torch.Tensor]:
+def _main_grad(group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs) -> list[torch.Tensor]:
+    rank = group.rank()
     x, w = inputs.leaf(rank, 16, 32), inputs.leaf(10 + rank, 16, 32)
     w.main_grad, w.grad_added_to_main_grad = torch.ones(16, 32), False
     for _ in range(2):
@@ -193,9 +161,8 @@ def _main_grad(rank: int, group: dist.ProcessGroup, config: OverlapConfig, input
     return [w.main_grad, x.grad]
 
 
-def _attentions(
-    rank: int, world: int, group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs
-) -> Iterator[Case]:
+def _attentions(group: dist.ProcessGroup, config: OverlapConfig, inputs: Inputs) -> Iterator[Case]:
+    world, run = group.size(), partial(_attention, inputs=inputs)
     layouts = {
         "contiguous": SequenceLayout(),
         "zigzag": SequenceLayout("zigzag"),
@@ -205,17 +172,10 @@ def _attentions(
     for name, layout in layouts.items():
         for method in LIBRARY:
             shards, settings = SequenceShards(group, layout), replace(config, method=method)
-            yield (
-                f"{world} ranks, {method}, {name}: attention",
-                lambda shards=shards, settings=settings: _attention(
-                    shards, AttentionHeads(8, 2, 4), settings, inputs, 48
-                ),
-            )
-    fewer = AttentionHeads(4, 1, 4)
-    yield f"{world} ranks: fewer KV heads", lambda: _attention(SequenceShards(group), fewer, config, inputs, 48)
-    in_parts = replace(config, exchange_mib=1)
-    heads = AttentionHeads(8, 4, 32)
-    yield f"{world} ranks: parts", lambda: _attention(SequenceShards(group), heads, in_parts, inputs, 2048)
+            yield f"{world} ranks, {method}, {name}: attention", partial(run, shards, AttentionHeads(8, 2, 4), settings)
+    shards, in_parts = SequenceShards(group), replace(config, exchange_mib=1)
+    yield f"{world} ranks: fewer KV heads", partial(run, shards, AttentionHeads(4, 1, 4), config)
+    yield f"{world} ranks: parts", partial(run, shards, AttentionHeads(8, 4, 32), in_parts, s=2048)
 
 
 def _attentions_under_tp(rank: int, config: OverlapConfig, inputs: Inputs) -> Iterator[Case]:
@@ -223,14 +183,11 @@ def _attentions_under_tp(rank: int, config: OverlapConfig, inputs: Inputs) -> It
     tensor, ulysses = pairs[rank // 2], pairs[2 + rank % 2]
     for layout in (SequenceLayout(), SequenceLayout("zigzag")):
         shards = SequenceShards(ulysses, layout, tensor)
-        yield (
-            f"TP x Ulysses, {layout.kind}",
-            lambda shards=shards: _attention(shards, AttentionHeads(4, 1, 4), config, inputs, 48),
-        )
+        yield f"TP x Ulysses, {layout.kind}", partial(_attention, shards, AttentionHeads(4, 1, 4), config, inputs)
 
 
 def _attention(
-    shards: SequenceShards, heads: AttentionHeads, config: OverlapConfig, inputs: Inputs, s: int
+    shards: SequenceShards, heads: AttentionHeads, config: OverlapConfig, inputs: Inputs, s: int = 48
 ) -> list[torch.Tensor]:
     rank, ranks, tensor = dist.get_rank(), shards.ranks, shards.tensor
     s = sum(shards.layout.lengths) or s
@@ -243,4 +200,4 @@ def _attention(
     mixed = q.flatten(2) + k.sum((2, 3), keepdim=True).flatten(2) + v.sum((2, 3), keepdim=True).flatten(2)
     proj = inputs.leaf(40 + rank % tensor, 24, mixed.shape[-1] * ranks)
     y = attention_output_linear(mixed, proj, shards=shards, config=config)
-    return [q, k, v, *_results(y, inputs, rank, x, w, bias, proj)]
+    return [q, k, v, *_results(y, inputs.make(90 + rank, *y.shape), x, w, bias, proj)]
