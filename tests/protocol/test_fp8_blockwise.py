@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,15 +22,12 @@ from overlap_train.tools.measure.cases import Case as Measured
 from overlap_train.tools.measure.results import Results
 from overlap_train.tools.measure.runs import Session, inputs_of, overlapped, problem_of
 from overlap_train.tools.measure.world import World
-from tests.linear_cases import Case, column, poison, row
+from tests.linear_cases import poison
 from tests.processes import run_ranks, values
 from tests.protocol.test_blocks import by_formula
-from tests.protocol.test_fp8 import CPU, OPERATORS
+from tests.protocol.test_fp8 import CPU, LINEARS, OPERATORS, case_of, exactly, refused, relative_errors, right_results
 
-
-def _case(method: str, dtype: torch.dtype, **settings: Any) -> Case:
-    config = OverlapConfig(**{"method": method, "fp8": "blockwise", "timeout_s": 30.0, **settings})
-    return Case(dist.group.WORLD, CPU, config, dtype)
+_case = partial(case_of, fp8="blockwise")
 
 
 def rounded(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -39,48 +36,37 @@ def rounded(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return numbers / scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
 
 
+def _rounded_for(x: torch.Tensor, name: str, of_dw: bool) -> torch.Tensor:
+    """With a scale for each 128 elements of a row, for dw of a column, and for each 128 x 128 of w."""
+    return rounded(x, 128 if of_dw or name == "w" else 1, 1 if of_dw else 128)
+
+
 def _errors(rank: int, world: int, method: str, settings: dict[str, Any]) -> tuple[dict[str, float], bool]:
     """The largest error of each result against fp64 of the rounded operands; whether a second run has the same bits. Numbers
     differ in size from row to row and from column to column: a scale of others would be wrong by far."""
-    case, errors, runs = _case(method, torch.float32, **settings), {}, []
+    case, errors, same = _case(method, torch.float32, **settings), {}, []
     random = torch.Generator().manual_seed(3)
     m, k, n = 384 * world, 640, 128
     x, w, dy = (torch.randn(*shape, generator=random) for shape in ((m, k), (n * world, k), (m, n * world)))
     of_rows, of_columns = (torch.randn(m, generator=random).exp() for _ in range(2))
     x, w = (matrix * of_rows[: len(matrix), None] * of_columns[:k] for matrix in (x, w))
-    bias, mine = torch.randn(n, generator=random), (lambda full, dim: full.chunk(world, dim)[rank])
-
-    def note(what: str, found: torch.Tensor, right: torch.Tensor) -> None:
-        errors[what] = float((found.double() - right).abs().max() / right.abs().max())
-
-    def run(operator: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-        w.main_grad, w.fp8_copies, found = torch.ones_like(w), Fp8Copies(), []  # type: ignore[attr-defined]
+    operands = {"column": (x, w, dy), "row": (torch.randn(m, n * world, generator=random), w.t().contiguous(), x)}
+    for kind, (x, w, dy) in operands.items():
+        linear, runs = LINEARS[kind], []
+        x_shard, w_shard, dy_shard = case.mine(x, linear.x), case.mine(w, linear.w), case.mine(dy, linear.y).detach()
+        bias = torch.randn(len(w_shard), generator=random)
+        w_shard.fp8_copies = Fp8Copies()  # type: ignore[attr-defined]
         for _ in range(2):
-            x.grad, w.main_grad = None, torch.ones_like(w)  # type: ignore[attr-defined]
+            x_shard.grad, w_shard.main_grad = None, torch.ones_like(w_shard)  # type: ignore[attr-defined]
             poison(case)
-            y = operator(x, w, b, group=case.group, config=case.config)
-            y.backward(dy)
-            found.append([y.detach(), x.grad, w.main_grad - 1])  # type: ignore[attr-defined]
-        runs.append(all(torch.equal(*pair) for pair in zip(*found, strict=True)))
-        return found[0]
-
-    y, dx, dw = run(all_gather_linear, case.mine(x, 0), case.mine(w, 0), bias, mine(dy, 1))
-    w8s = [rounded(s, 128, 128) for s in w.chunk(world)]
-    dys = [rounded(s, 1, 128) for s in dy.chunk(world, 1)]
-    note("column y", y, rounded(x, 1, 128) @ w8s[rank].t() + bias)
-    note("column dx", dx, mine(sum(a @ b for a, b in zip(dys, w8s, strict=True)), 0))  # type: ignore[arg-type]
-    note("column dw", dw, rounded(mine(dy, 1), 128, 1).t() @ rounded(x, 128, 1))
-    # row: x of other features a rank, dy of other rows
-    x, w, dy = torch.randn(m, n * world, generator=random), w.t().contiguous(), x
-    bias = torch.randn(k, generator=random)
-    y, dx, dw = run(linear_reduce_scatter, case.mine(x, 1), case.mine(w, 1), bias, mine(dy, 0))
-    w8s = [rounded(s, 128, 128) for s in w.chunk(world, 1)]
-    xs = [rounded(s, 1, 128) for s in x.chunk(world, 1)]
-    note("row y", y, mine(sum(a @ b.t() for a, b in zip(xs, w8s, strict=True)), 0) + bias)  # type: ignore[arg-type]
-    note("row dx", dx, rounded(dy, 1, 128) @ w8s[rank])
-    note("row dw", dw, rounded(dy, 128, 1).t() @ rounded(mine(x, 1), 128, 1))
+            y = linear.operator(x_shard, w_shard, bias, group=case.group, config=case.config)
+            y.backward(dy_shard)
+            runs.append([y.detach(), x_shard.grad, w_shard.main_grad - 1])  # type: ignore[attr-defined]
+        same.append(all(map(torch.equal, *runs)))
+        right_y, *right = right_results(kind, case, x, w, dy, _rounded_for)
+        errors |= relative_errors(kind, runs[0], (right_y + bias, *right))
     shutdown()
-    return errors, all(runs)
+    return errors, all(same)
 
 
 @pytest.mark.parametrize(
@@ -98,18 +84,10 @@ def test_results_are_those_of_the_rounded_operands(method: str, world: int, sett
         assert len(errors) == 6 and max(errors.values()) < 1e-5 and same, errors
 
 
-def _exactly(rank: int, world: int, method: str) -> int:
-    case = _case(method, torch.bfloat16)
-    for seed, shape in enumerate((((128,), 128, 256), ((64, 2), 256, 128))):
-        column(case, *shape, seed=seed, bias=seed == 0)
-        row(case, *shape, seed=seed, bias=seed == 0)
-    return 2
-
-
 @pytest.mark.parametrize("method", ["chunked", "low_latency"])
-def test_integers_exactly(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert values(run_ranks(2, _exactly, method, limit_s=60)) == [2, 2]
+def test_integers_exactly(method: str) -> None:
+    shapes = (((128,), 128, 256), ((64, 2), 256, 128))
+    assert values(run_ranks(2, exactly, method, {"fp8": "blockwise"}, shapes, limit_s=60)) == [2, 2]
 
 
 def _sent(rank: int, world: int) -> list[tuple[int, ...]]:
@@ -183,35 +161,18 @@ def test_strange_numbers() -> None:
     assert values(run_ranks(2, _strange_numbers, limit_s=60)) == [[True] * 6] * 2
 
 
-def _refusals(rank: int, world: int) -> list[str]:
-    case, said = _case("chunked", torch.float32), []
-    x, w = torch.ones(128, 128), torch.ones(128, 128)
-    calls = (
-        lambda: all_gather_linear(torch.ones(64, 128), w, group=case.group, config=case.config),
-        lambda: linear_reduce_scatter(torch.ones(384, 128), w, group=case.group, config=case.config),
-        lambda: all_gather_linear(x, torch.ones(192, 128), group=case.group, config=case.config),
-        lambda: all_gather_linear(x, w, group=case.group, config=case.config.by("fused")),
-        lambda: all_gather_linear(x, w, group=case.group, config=case.config.by("direct")),
-        lambda: all_gather_linear(
-            x, w, group=case.group,
-            config=case.config if rank else OverlapConfig(method="chunked", fp8="tensorwise", timeout_s=30.0),
-        ),
-    )  # fmt: skip
-    for call in calls:
-        with pytest.raises(ValueError) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
+REFUSALS = (  # of x and w of these shapes
+    (all_gather_linear, (64, 128), (128, 128), "chunked", "fp8 with 128 rows of all ranks: not a multiple of 2 x 128"),
+    (linear_reduce_scatter, (384, 128), (128, 128), "chunked", "384 rows of all ranks"),
+    (all_gather_linear, (128, 128), (192, 128), "chunked", r"w_shard_n \(192, 128\)"),
+    (all_gather_linear, (128, 128), (128, 128), "fused", "method='fused' with fp8='blockwise': .*on Hopper GPUs"),
+    (all_gather_linear, (128, 128), (128, 128), "direct", "method='direct' with fp8='blockwise'"),
+)
 
 
 def test_refusals_are_told_to_every_rank() -> None:
-    for said in values(run_ranks(2, _refusals, limit_s=60)):
-        patterns = (
-            "fp8 with 128 rows of all ranks: not a multiple of 2 x 128", "384 rows of all ranks", r"w_shard_n \(192, 128\)",
-            "method='fused' with fp8='blockwise': .*on Hopper GPUs", "method='direct' with fp8='blockwise'",
-            "fp8=tensorwise.*fp8=blockwise|fp8=blockwise.*fp8=tensorwise",
-        )  # fmt: skip
-        assert all(map(re.search, patterns, said)), said
+    both = "fp8=tensorwise.*fp8=blockwise|fp8=blockwise.*fp8=tensorwise"
+    values(run_ranks(2, refused, "blockwise", REFUSALS, "tensorwise", both, limit_s=60))
 
 
 def _keeps(rank: int, world: int, operator: str) -> list[bool]:
