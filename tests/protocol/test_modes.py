@@ -46,16 +46,17 @@ def _case(method: str = "chunked", **settings: Any) -> Case:
     return Case(dist.group.WORLD, torch.device("cpu"), OverlapConfig(method=method, timeout_s=20.0, **settings))
 
 
-def _all(case: Case) -> list[tuple[Operator, torch.Tensor, torch.nn.Parameter]]:
-    """Each operator with an input and a weight: [4 W, 8] and [8, 8] integers, or [8, 8 W] where features come from all ranks."""
-    features = dict.fromkeys((all_gather_linear, linear_reduce_scatter, linear_all_to_all), 8)
+def _all(*cases: Case) -> list[tuple[partial[torch.Tensor], torch.Tensor, torch.nn.Parameter]]:
+    """Each operator in each case, with an input and a weight: [4 W, 8] and [8, 8] integers, or [8, 8 W] where features come from
+    all ranks."""
     return [
         (
-            linear,
+            partial(linear, group=case.group, config=case.config),
             case.integers(4 * case.world, 8, seed=case.rank).float().requires_grad_(),
-            torch.nn.Parameter(torch.ones(8, k)),
+            torch.nn.Parameter(torch.ones(8, 8 * case.world if linear is all_to_all_linear else 8)),
         )
-        for linear, k in (features | {all_to_all_linear: 8 * case.world}).items()
+        for case in cases
+        for linear in (all_gather_linear, linear_reduce_scatter, linear_all_to_all, all_to_all_linear)
     ]
 
 
@@ -101,9 +102,8 @@ def test_ranks_that_raised_in_different_places_do_not_go_on() -> None:
 
 
 def _backward_after_shutdown(rank: int, world: int) -> None:
-    case = _case()
-    for operator, x, w in _all(case):
-        y = operator(x, w, group=case.group, config=case.config)
+    for linear, x, w in _all(_case()):
+        y = linear(x, w)
         shutdown()
         with pytest.raises(RuntimeError, match=r"the symmetric memory of its group is gone, by shutdown\(\)"):
             y.sum().backward()
@@ -136,12 +136,11 @@ def _shutdown_in_an_operator(rank: int, world: int) -> None:
 
 def _inference_first(rank: int, world: int) -> None:
     """What a domain keeps is written to by training later."""
-    case = _case()
-    for operator, x, w in _all(case):
+    for linear, x, w in _all(_case()):
         with torch.inference_mode():
-            seen = operator(x, w, group=case.group, config=case.config)
-        assert torch.equal(seen, operator(x, w, group=case.group, config=case.config))
-    _exact(case)
+            seen = linear(x, w)
+        assert torch.equal(seen, linear(x, w))
+    _exact(_case())
 
 
 def _inference_in_parts(rank: int, world: int) -> None:
@@ -155,67 +154,50 @@ def _inference_in_parts(rank: int, world: int) -> None:
 
 
 def _twice_differentiated(rank: int, world: int) -> None:
-    for method in ("chunked", "collective"):
-        case = _case(method)
-        for operator, x, w in _all(case):
-            y = operator(x, w, group=case.group, config=case.config)
-            (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-            with pytest.raises(RuntimeError, match="once_differentiable"):
-                dx.square().sum().backward()
+    for linear, x, w in _all(_case("chunked"), _case("collective")):
+        (dx,) = torch.autograd.grad(linear(x, w).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.square().sum().backward()
 
 
 def _autocast(rank: int, world: int) -> None:
-    for method in ("chunked", "collective"):
-        case = _case(method)
-        for operator, x, w in _all(case):
-            with torch.autocast("cpu", torch.bfloat16):
-                with pytest.raises(
-                    ValueError, match=r"autocast to torch\.bfloat16 is on, the input has torch\.float32"
-                ):
-                    operator(x, w, group=case.group, config=case.config)
-                half = operator(x.bfloat16(), w.bfloat16(), group=case.group, config=case.config)
-            assert half.dtype == torch.bfloat16
+    message = r"autocast to torch\.bfloat16 is on, the input has torch\.float32"
+    for linear, x, w in _all(_case("chunked"), _case("collective")):
+        with torch.autocast("cpu", torch.bfloat16):
+            with pytest.raises(ValueError, match=message):
+                linear(x, w)
+            half = linear(x.bfloat16(), w.bfloat16())
+        assert half.dtype == torch.bfloat16
 
 
 def _hooks_on_saved_tensors(rank: int, world: int) -> None:
     """They give back other objects, without main_grad."""
-    case = _case()
-    for operator, x, w in _all(case):
-
-        def call(x: torch.Tensor, w: torch.Tensor, operator: Operator = operator) -> torch.Tensor:
-            return operator(x, w, group=case.group, config=case.config).sum()
-
-        (expected,) = torch.autograd.grad(call(x, w), w)
+    for linear, x, w in _all(_case()):
+        (expected,) = torch.autograd.grad(linear(x, w).sum(), w)
         w.main_grad = torch.zeros_like(w)
-        torch.utils.checkpoint.checkpoint(call, x, w, use_reentrant=False).backward()
+        torch.utils.checkpoint.checkpoint(linear, x, w, use_reentrant=False).sum().backward()
         with torch.autograd.graph.save_on_cpu():
-            loss = call(x, w)
+            loss = linear(x, w).sum()
         loss.backward()
         assert w.grad is None and torch.equal(w.main_grad, 2 * expected)
 
 
 def _frozen_weights(rank: int, world: int) -> None:
     """LoRA's base weights: their inputs need not be kept."""
-    case = _case()
-    for operator, x, w in _all(case):
-        y = operator(x, w.requires_grad_(False), group=case.group, config=case.config)
+    for linear, x, w in _all(_case()):
+        y = linear(x, w.requires_grad_(False))
         assert [saved is not None for saved in y.grad_fn.saved_tensors][:2] == [False, True]
 
 
 def _nothing_is_kept_without_gradients(rank: int, world: int) -> None:
-    case = _case(gathered_input="keep")
-    everything = {operator: (x, w) for operator, x, w in _all(case)}
-    for operator, engine, copy in (
-        (all_gather_linear, ChunkedAllGatherGemm, "gathered_copy"),
-        (all_to_all_linear, ChunkedAllToAllGemm, "received_copy"),
+    gathers, _, _, receives = _all(_case(gathered_input="keep"))
+    for (linear, x, w), engine, copy in (
+        (gathers, ChunkedAllGatherGemm, "gathered_copy"),
+        (receives, ChunkedAllToAllGemm, "received_copy"),
     ):
-        x, w = everything[operator]
-        kept = getattr(engine, copy)
-        setattr(engine, copy, None)  # of this process
-        with torch.no_grad():
-            operator(x, w, group=case.group, config=case.config)
-        setattr(engine, copy, kept)
-        operator(x, w, group=case.group, config=case.config).sum().backward()
+        with mock.patch.object(engine, copy, None), torch.no_grad():
+            linear(x, w)
+        linear(x, w).sum().backward()
         assert w.grad is not None
 
 
@@ -299,17 +281,14 @@ def _selective_checkpointing(rank: int, world: int) -> None:
     def policy(ctx: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operation in save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    for method in ("chunked", "collective"):
-        case = _case(method)
-        for operator, x, w in _all(case):
+    def loss_of(linear: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return linear(x, w).square().sum()
 
-            def call(x: torch.Tensor, w: torch.Tensor, operator: Operator = operator) -> torch.Tensor:
-                return operator(x, w, group=case.group, config=case.config).square().sum()  # noqa: B023
-
-            expected = torch.autograd.grad(call(x, w), (x, w))
-            contexts = partial(create_selective_checkpoint_contexts, policy)
-            loss = torch.utils.checkpoint.checkpoint(call, x, w, use_reentrant=False, context_fn=contexts)
-            assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    for linear, x, w in _all(_case("chunked"), _case("collective")):
+        expected = torch.autograd.grad(loss_of(linear, x, w), (x, w))
+        loss = torch.utils.checkpoint.checkpoint(loss_of, linear, x, w, use_reentrant=False, context_fn=contexts)
+        assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
 
 
 def _any_default_device(rank: int, world: int) -> None:
@@ -336,21 +315,18 @@ def _settings_of_one_rank(rank: int, world: int) -> None:
 
 def _inputs_written_into_are_torchs_error(rank: int, world: int) -> None:
     """What backward needs of x, [M, K] or [s, b, K], is x itself: torch's message is the one that users know."""
-    case = _case()
     for middle in ((), (2,)):
-        for operator, x, w in _all(case):
+        for linear, x, w in _all(_case()):
             x = torch.ones(4 * world, *middle, x.shape[-1], requires_grad=True) * 1
-            y = operator(x, w, group=case.group, config=case.config)
+            y = linear(x, w)
             x.add_(1)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
 
 
 def _results_may_be_written_into(rank: int, world: int) -> None:
-    for method in ("chunked", "collective"):
-        case = _case(method)
-        for operator, x, w in _all(case):
-            operator(x, w, group=case.group, config=case.config).mul_(2).sum().backward()
+    for linear, x, w in _all(_case("chunked"), _case("collective")):
+        linear(x, w).mul_(2).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -384,9 +360,9 @@ def _refused(rank: int, world: int) -> list[str]:
     ]
     said = []
     for number, (x, group, config) in enumerate(calls):
-        for operator, _, w in _all(_case()):
+        for linear, _, w in _all(_case()):
             with pytest.raises(ValueError) as raised:
-                operator(x, w, group=group, config=config, name=f"{operator.__name__} {number}")  # type: ignore[operator]
+                linear(x, w, group=group, config=config, name=f"{linear.func.__name__} {number}")
             said.append(str(raised.value))
     return said
 
