@@ -23,6 +23,7 @@ from .hopper_tiles import (
     make_rings,
     next_tile,
     plus_bias,
+    wait_for_panel,
 )
 from .p2p_store import store_at_peers
 from .signal import finalize_epoch, next_word, signal_word, wait_both
@@ -105,6 +106,7 @@ def multiply_tiles(panels, tiles, outbox, b_desc, b_half_desc, bias_ptr, abort_p
             a_ptr = gathered_ptr + gl.cast(source * m_shard, gl.int64) * pitch
             a_ptr = gl.where(source == rank, own_ptr, a_ptr)
             row = strip * ROWS
+            wait_for_panel(panels, step, STAGES)
             by = scales_of_strip(a_ptr, pitch, 1, b_ptr, chunk * m_chunk + row, m_chunk - row, col, n, k)
         if side == WHOLE:
             left, right, step = whole_product(panels, step, b_desc, b_half_desc, k_steps, by, PART, ROWS, BLOCK_N,

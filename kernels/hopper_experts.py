@@ -16,7 +16,7 @@ from triton.language import debug_barrier
 from . import signal_words as words
 from .hopper_scaled import BLOCK, BLOCKS, no_whole_product, scales_of_strip, whole_product
 from .hopper_stores import put_quarter
-from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile, next_tile
+from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile, next_tile, wait_for_panel
 from .signal import signal_word, wait_signal
 from .tiles import tile_in_groups
 
@@ -113,6 +113,7 @@ def multiply_experts(panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_p
             a_ptr, a_row, b_ptr = scales
             b_ptr += expert * (n // BLOCK) * (gl.cdiv(k, 4 * BLOCK) * 4)
             row = strip_at(first, pairs_ptr, PART, ROWS)
+            wait_for_panel(panels, step, STAGES)
             by = scales_of_strip(a_ptr, a_row, 1, b_ptr, row, ROWS, tile_n * BLOCK_N, n, k)
         # In fp8 a strip without rows is multiplied, too, as in hopper_gemm_reduce_scatter.py.
         if SCALING == BLOCKS or first + PART * ROWS < end:

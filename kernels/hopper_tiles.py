@@ -136,6 +136,12 @@ def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
 
 
 @gluon.jit
+def wait_for_panel(panels, step, STAGES: gl.constexpr):
+    """A multiplying group: wait until the next panel is there, and with it the signals of its rows."""
+    mbarrier.wait(panels[2].index(step % STAGES), step // STAGES & 1)
+
+
+@gluon.jit
 def multiply_tile(panels, step, b_desc, k_steps, PART: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
                   STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
     """One multiplying group: acc [ROWS, COLS] fp32, strip PART of a tile. A panel is freed once the next product

@@ -385,6 +385,23 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
         assert not with_numbers or torch.equal(own.numbers(len(rows)), rows[:, 1].float())
 
 
+def test_scales_of_rows_are_read_once_these_have_come() -> None:
+    order, tiles = [], iter((0, experts.NO_TILE))
+
+    def called(name: str, result: Any = None) -> Callable[..., Any]:
+        return lambda *told: (order.append(name), result)[1]
+
+    names = dict(
+        next_tile=lambda *told: next(tiles), tile_of_experts=lambda *told: (0, 0, BLOCK_M, 0, 0), strip_at=lambda *told: 0,
+        wait_for_panel=called("they come"), scales_of_strip=called("scales"), whole_product=called("product", (0, 0, 0)),
+        put_quarter=lambda *told, **more: None, gl=SimpleNamespace(cdiv=lambda *told: 1, load=lambda *told, **more: 0),
+    )  # fmt: skip
+    python_of(experts.multiply_experts, **(ORDER | names))(
+        *[None] * 5, (0, 0, 0), None, None, N, K, 0, *BLOCKS, 4, True, experts.BLOCKS
+    )
+    assert order == ["they come", "scales", "product"]
+
+
 def _late_stores() -> Any:
     """Each store is made when the next one begins."""
     waiting: list[tuple[Any, ...]] = []

@@ -427,9 +427,17 @@ def _store_products(loads: Loads, y: Stored, p: Product, exchange: bool) -> None
 
 
 def scales_of_tiles(p: Product, scatters: bool, bases: tuple[int, ...]) -> list[tuple[Tile, int, tuple[int, ...]]]:
-    """Of each tile and strip where its scales of blocks lie (scales_of_strip). bases: `scales`, as a kernel has it."""
+    """Of each tile and strip where its scales of blocks lie (scales_of_strip), and whether a gather waits for them. bases:
+    `scales`, as a kernel has it."""
     loads = run_scatter(p, direct=False, exchange=False).loads if scatters else run_gather(p, exchange=False)[0]
     found: list[tuple[Tile, int, tuple[int, ...]]] = []
+
+    there: list[object] = []  # panels that were waited for
+
+    def scales_of_strip(*where: Any) -> Any:
+        assert scatters or there, "scales of peers' rows are read before these have come"
+        there.clear()
+        return python_of(scaled.scales_of_strip)(*where)
 
     def half_product(panels: object, step: int, half: object, steps: int, at: Any, part: int, *_: int) -> Any:
         found.append((loads.tiles[len(found) % len(loads.tiles)], part, at))
@@ -439,7 +447,8 @@ def scales_of_tiles(p: Product, scatters: bool, bases: tuple[int, ...]) -> list[
         half_product=half_product, whole_product=lambda panels, step, b, *rest: (0, *half_product(panels, step, *rest)),
         add_half=lambda panels, step, values, *_: (values, step), plus_bias=lambda values, *_: values,
         add_halves=lambda panels, step, left, right, *_: (left, right, step), next_tile=loads.next_tile, put_quarter=Nothing(),
-        scales_of_strip=python_of(scaled.scales_of_strip), scale_of_product=Nothing(), range=range, gl=loads.language,
+        wait_for_panel=lambda panels, *_: there.append(panels), scales_of_strip=scales_of_strip, scale_of_product=Nothing(),
+        range=range, gl=loads.language,
     )  # fmt: skip
     run, kernel = units_in_run(Kind.GEMM_RS, p.world, p.chunks, False, True), gather.multiply_tiles
     switches, blocks = (p.world, p.world, p.chunks), (*_BLOCKS, 4, True, scaled.BLOCKS.value)
