@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -31,8 +32,7 @@ def _every_shape(rank: int, world: int, method: str, dtype: torch.dtype = torch.
     return len(names) * len(operators)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("method", ["chunked", "collective", "auto"])
+@pytest.mark.parametrize(("method", "world"), [*product(("chunked", "collective", "auto"), (1, 2, 3)), ("chunked", 8)])
 def test_every_shape(method: str, world: int) -> None:
     assert values(run_ranks(world, _every_shape, method, limit_s=60)) == [20] * world
 
@@ -47,16 +47,18 @@ def test_collectives_beside_the_callers_work() -> None:
     assert values(run_ranks(2, _every_shape_aside, limit_s=60)) == [20] * 2
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float16)])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float16), (8, torch.float32)]
+)
 def test_few_rows_by_words_with_flags(world: int, dtype: torch.dtype) -> None:
     """bf16, too: the interpreter only moves it."""
     assert values(run_ranks(world, _every_shape, "low_latency", dtype, limit_s=100)) == [10] * world
 
 
-@pytest.mark.parametrize("method", ["fused", "direct"])
-def test_every_shape_by_kernels(method: str) -> None:
+@pytest.mark.parametrize(("method", "world"), [("fused", 2), ("direct", 2), ("direct", 8)])
+def test_every_shape_by_kernels(method: str, world: int) -> None:
     """The Triton kernels themselves, interpreted, between real processes."""
-    assert values(run_ranks(2, _every_shape, method, limit_s=100)) == [12] * 2
+    assert values(run_ranks(world, _every_shape, method, limit_s=100)) == [12] * world
 
 
 def _a_bias_alone_trains(rank: int, world: int, method: str) -> None:
