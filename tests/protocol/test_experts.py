@@ -97,7 +97,8 @@ def _random(rank: int, world: int, seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "seeds"), [(1, range(20)), (2, range(20, 90)), (3, range(90, 140)), (4, range(140, 200))]
+    ("world", "seeds"),
+    [(1, range(20)), (2, range(20, 90)), (3, range(90, 140)), (4, range(140, 180)), (8, range(180, 200))],
 )
 def test_random_problems(world: int, seeds: range) -> None:
     ran = values(run_ranks(world, _random, seeds, limit_s=200))
