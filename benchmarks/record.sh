@@ -102,6 +102,8 @@ ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 
 step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
 # shellcheck disable=SC2086
 step loss_ulysses 150 $ulysses --seq-length 4096 --steps 200 --round-steps 20 --variants nccl,chunked,fused,direct --out "$out/loss_ulysses"
+# shellcheck disable=SC2086
+[ "$gpus" -lt 4 ] || step mfu_tp_ulysses 120 ${ulysses/--cp $gpus/--cp 2} --seq-length 32768 --quick --out "$out/mfu_tp_ulysses"
 te8b="$mfu --model llama3-8b --layers 4 --global-batch-size 4 --steps 20 --round-steps 2"
 # shellcheck disable=SC2086
 for fusion in on off; do
@@ -111,6 +113,9 @@ done
 for recipe in tensorwise blockwise; do
   [ $recipe = tensorwise ] || te=te,te_overlap # userbuffers refuse it
   te_step "mfu_te_$recipe" 130 $te8b --te-fp8 $recipe --variants "$te" --out "$out/mfu_te_$recipe"
+done
+for model in qwen3 mixtral; do
+  te_step "experts_$model" 60 benchmarks/probes/moe_layer.py --model $model --methods fused,fused_fp8,chunked
 done
 step lora 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --lora 16 --out "$out/lora"
 step deterministic 60 $mfu --model llama3-8b --layers 4 --global-batch-size 4 --deterministic --variants megatron,overlap --out "$out/deterministic"
