@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from ..warn import warn_user
+
 _COMPUTE_32F, _R_32F, _TRANSPOSED, _SCALES_OF_128 = 68, 0, 1, 4
 _TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _TRANSA, _A_SCALE, _B_SCALE, _A_SCALE_MODE, _B_SCALE_MODE = 3, 17, 18, 31, 32  # cublasLtMatmulDescAttributes_t
 _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t
 _WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
-ALIGNMENT = 16  # of all addresses, in bytes
+_ALIGNMENT = 16  # of all addresses, in bytes
 _ONE = ctypes.c_float(1.0)
 
 
@@ -36,9 +38,20 @@ class _Found(ctypes.Structure):
     )
 
 
+def can_add_to(out: torch.Tensor) -> bool:
+    """Whether add_product takes this matrix [M, N]. Its rows may lie apart."""
+    if not out.is_cuda or out.dtype != torch.float32 or out.stride(1) != 1:
+        return False
+    return not (out.data_ptr() | 4 * out.stride(0)) % _ALIGNMENT and _library() is not None
+
+
 @cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")  # torch has loaded it
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")  # torch has loaded it
+    except OSError as error:
+        warn_user(f"cuBLASLt cannot be called ({error}); weight gradients in fp8 are added by kernels of their own")
+        return None
     library.cublasLtMatmul.argtypes = (*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
     library.cublasLtMatmulDescSetAttribute.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
     return library
@@ -95,7 +108,7 @@ class _Product:
             self._advised, count, preference = _Found(), ctypes.c_int(), _made("MatmulPreferenceCreate")
             _set("MatmulPreference", preference, _WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
             for alignment in _ALIGNMENTS:
-                _set("MatmulPreference", preference, alignment, ctypes.c_uint32(ALIGNMENT))
+                _set("MatmulPreference", preference, alignment, ctypes.c_uint32(_ALIGNMENT))
             told = self.handle, self.descriptor, self.b, self.a, self.out, self.out, preference, 1
             _call("MatmulAlgoGetHeuristic", *told, ctypes.byref(self._advised), ctypes.byref(count))
             _call("MatmulPreferenceDestroy", preference)
@@ -113,8 +126,8 @@ def add_product(
     b_inverse: torch.Tensor,
     by_blocks: bool = False,
 ) -> None:
-    """out [M, N] += a [M, K] @ b [N, K].T, in the current stream. a, b: e4m3, or one of them e5m2, contiguous. a_inverse,
-    b_inverse: fp32 [1], or by_blocks [K/128, M] and [K/128, N]. Sums are in fp32.
+    """out [M, N] += a [M, K] @ b [N, K].T, in the current stream. out: as can_add_to has it. a, b: e4m3, or one of them e5m2,
+    contiguous. a_inverse, b_inverse: fp32 [1], or by_blocks [K/128, M] and [K/128, N]. Sums are in fp32.
 
     RuntimeError: with cuBLAS's status, if it refuses.
     """

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import ScalingType
 
-from ..gpu.cublaslt import ALIGNMENT, add_product
+from ..gpu.cublaslt import add_product, can_add_to
 from .blocks import BLOCK, tails, times
 
 
@@ -46,7 +46,7 @@ class Fp8Matrix(NamedTuple):
 
     def accumulate(self, out: torch.Tensor, a_mk: torch.Tensor) -> None:
         """out [M, N] += a_mk [M, K] @ b [K, N], without a rounding to self.dtype."""
-        if _adds_to(out):
+        if can_add_to(out):
             add_product(out, a_mk, self.b_nk, self.a_inverse, self.b_inverse)
         else:
             out.add_(self._replace(dtype=torch.float32).multiply(a_mk))
@@ -91,7 +91,7 @@ class BlockMatrix(NamedTuple):
     def accumulate(self, out: torch.Tensor, a_mk: torch.Tensor) -> None:
         """As Fp8Matrix's; a_mk: [M, K]. Both operands are in pieces."""
         assert self.in_pieces and self.a_inverse is not None
-        if _adds_to(out):
+        if can_add_to(out):
             add_product(out, a_mk, self.b_nk, self.a_inverse, self.b_inverse, by_blocks=True)
         else:
             out.add_(self._replace(dtype=torch.float32).multiply(a_mk))
@@ -112,11 +112,6 @@ class BlockMatrix(NamedTuple):
         """(numbers [M, K], inverse scales [K/128, M]) of the left operand."""
         k = self.shape[0]
         return (a_mk[:, :k], tails(a_mk, k).t().contiguous()) if self.a_inverse is None else (a_mk, self.a_inverse)
-
-
-def _adds_to(out: torch.Tensor) -> bool:
-    """Whether the library can add to this matrix."""
-    return out.is_cuda and out.dtype == torch.float32 and not out.data_ptr() % ALIGNMENT
 
 
 _PIECES, _SQUARES = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
