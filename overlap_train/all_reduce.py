@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .config import OverlapConfig
 from .group.domain import profiled
-from .linear import applied, as_rows, as_sequence, in_a_graph, once_differentiable
+from .linear import applied, as_rows, as_sequence, gradients, in_a_graph, once_differentiable
 from .ops.gemm_ar import all_reduced
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
@@ -107,22 +107,19 @@ class _LinearDgradAllReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_shard_n: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, w_shard_n = ctx.saved_tensors
-        linear, (wants_dx, _, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient.of_backward(ctx)
-        dy_rows, dx = as_rows(dy_shard_n), None
+        linear, (x, w_shard_n) = ctx.linear, ctx.saved_tensors
+        dw, dy_rows, dx = WeightGradient.of_backward(ctx), as_rows(dy_shard_n), None
 
         def multiply() -> None:
             if dw is not None:
                 with profiled(linear.tags.ranges[3]):
                     dw.add(dy_rows, as_rows(x))
 
-        if wants_dx:
+        if ctx.needs_input_grad[0]:
             dx = all_reduced(linear, dy_rows, w_shard_n, multiply)
         else:
             multiply()
-        dbias = dy_rows.sum(0) if wants_dbias else None
-        return as_sequence(dx, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
+        return gradients(ctx, dx, dw, dy_rows)
 
 
 class _LinearAllReduce(torch.autograd.Function):
@@ -138,17 +135,14 @@ class _LinearAllReduce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_shard_k, w_shard_k = ctx.saved_tensors
-        linear, (wants_dx, _, wants_dbias, _) = ctx.linear, ctx.needs_input_grad
-        dw = WeightGradient.of_backward(ctx)
-        dy_rows = as_rows(dy)
+        linear, (x_shard_k, w_shard_k) = ctx.linear, ctx.saved_tensors
+        dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy)
         with profiled(linear.tags.ranges[1]):
-            dx_shard_k = torch.mm(dy_rows, w_shard_k) if wants_dx else None
+            dx_shard_k = torch.mm(dy_rows, w_shard_k) if ctx.needs_input_grad[0] else None
         if dw is not None:
             with profiled(linear.tags.ranges[3]):
                 dw.add(dy_rows, as_rows(x_shard_k))
-        dbias = dy_rows.sum(0) if wants_dbias else None
-        return as_sequence(dx_shard_k, ctx.x_shape[0], ctx.x_shape), None if dw is None else dw.result(), dbias, None
+        return gradients(ctx, dx_shard_k, dw, dy_rows)
 
 
 _apply_dgrad_all_reduce, _apply_all_reduce = applied(_LinearDgradAllReduce), applied(_LinearAllReduce)

@@ -294,13 +294,13 @@ class _AllGatherLinear(torch.autograd.Function):
         linear, (wants_dx, wants_dw), (*saved, w_shard_n) = ctx.linear, ctx.needs_input_grad[:2], ctx.saved_tensors
         dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy_shard_n)
         if not (wants_dx or wants_dw):
-            return _gradients(ctx, None, dw, dy_rows)
+            return gradients(ctx, None, dw, dy_rows)
         if (passes := in_fp8(linear)) is None:
             x = None if saved[0] is None else as_rows(saved[0])
             dx = column_backward(linear, dy_rows, x, w_shard_n, dw, wants_dx)
         else:
             dx = passes.column_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
-        return _gradients(ctx, dx, dw, dy_rows)
+        return gradients(ctx, dx, dw, dy_rows)
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -323,15 +323,15 @@ class _LinearReduceScatter(torch.autograd.Function):
         linear, (wants_dx, wants_dw), (*saved, w_shard_k) = ctx.linear, ctx.needs_input_grad[:2], ctx.saved_tensors
         dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy_shard_m)
         if not (wants_dx or wants_dw):  # no rank wants the others' rows
-            return _gradients(ctx, None, dw, dy_rows)
+            return gradients(ctx, None, dw, dy_rows)
         if (passes := in_fp8(linear)) is None:
             dx = row_backward(linear, dy_rows, lambda: as_rows(saved[0]), w_shard_k, dw, wants_dx)
         else:
             dx = passes.row_backward(linear, dy_rows, saved, ctx.weight, dw, wants_dx)
-        return _gradients(ctx, dx, dw, dy_rows)
+        return gradients(ctx, dx, dw, dy_rows)
 
 
-def _gradients(
+def gradients(
     ctx: Any, dx: torch.Tensor | None, dw: WeightGradient | None, dy_rows: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """What a backward returns: of x, of the weight, of the bias, of nothing."""
