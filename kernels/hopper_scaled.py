@@ -7,10 +7,9 @@ few, each panel's product is added in fp32 by the multiplying warps. While one g
 cores busy. A tile of 256 columns is multiplied in halves: its sums take 128 registers a thread, a half's product 64.
 
 With scales of blocks (BLOCKS) a panel's product is scaled as it is added. A block is 128 of K of one row of a, or of the 128 rows
-of b that half a tile has. While a panel is multiplied, each thread loads the scales of the next but one. One panel ahead they
-came late from L2: AG + GEMM had 0.947 of cuBLASLt's speed instead of 0.960, GEMM + RS 0.975 instead of 1.000. Under the product
-that they scale they came much later (0.72 to 0.80). Of rows that peers send they are loaded behind wait_for_panel: the loading
-warp has acquired the rows' signals by then.
+of b that half a tile has. While a panel is multiplied, each thread loads the scales of the next but one: those of the next came
+late from L2, and GEMM + RS had 0.975 of cuBLASLt's speed instead of 0.993. Of rows that peers send they are loaded behind
+wait_for_panel: the loading warp has acquired the rows' signals by then.
 """
 
 from triton.experimental import gluon

@@ -3,7 +3,7 @@
 # unless pytest arguments, SIZES or CONNECTIONS ask for less. Prints the output of rank 0, and after a failure that of the other ranks.
 #   launch/test_gpu.sh PYTHON [pytest arguments; with a path among them only what is there]
 # Variables: LOGS, folder for each rank's output (default runs/test-gpu); PROVIDERS (default "nvshmem torch"); SIZES of the overlap
-# domain (default: all ranks, and of four or eight also half); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, at most 8).
+# domain (default: all ranks, and of four or eight also half); CONNECTIONS (default "1 8"); RANKS (default: one a GPU, on 2, 4 or 8).
 # More RANKS than GPUs share the GPUs, with torch's provider unless PROVIDERS says otherwise; NCCL goes over sockets between them.
 # Where CUDA's Multi-Process Service (MPS) is installed, each rank has a part of its GPU's SMs, and all run at once.
 set -uo pipefail
@@ -14,7 +14,7 @@ cd "$(dirname "$0")/.." || exit 1
 python=$1
 shift
 logs=${LOGS:-runs/test-gpu}
-gpus=$("$python" -c 'import torch; print(min(torch.cuda.device_count(), 8))')
+gpus=$("$python" -c 'import torch; count = torch.cuda.device_count(); print(next((n for n in (8, 4, 2) if n <= count), count))')
 if [ "$gpus" -lt 1 ] || [ "${RANKS:-$gpus}" -lt 2 ]; then
   echo "make test-gpu: needs 2 GPUs, or one and RANKS=2; found $gpus" >&2
   exit 1

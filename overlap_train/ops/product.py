@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn.functional import ScalingType
 
-from ..gpu.cublaslt import add_product, can_add_to
+from ..gpu.cublaslt import add_product
 from .blocks import BLOCK, tails, times
 
 
@@ -46,9 +46,7 @@ class Fp8Matrix(NamedTuple):
 
     def accumulate(self, out: torch.Tensor, a_mk: torch.Tensor) -> None:
         """out [M, N] += a_mk [M, K] @ b [K, N], without a rounding to self.dtype."""
-        if can_add_to(out):
-            add_product(out, a_mk, self.b_nk, self.a_inverse, self.b_inverse)
-        else:
+        if not add_product(out, a_mk, self.b_nk, self.a_inverse, self.b_inverse):
             out.add_(self._replace(dtype=torch.float32).multiply(a_mk))
 
 
@@ -91,9 +89,7 @@ class BlockMatrix(NamedTuple):
     def accumulate(self, out: torch.Tensor, a_mk: torch.Tensor) -> None:
         """As Fp8Matrix's; a_mk: [M, K]. Both operands are in pieces."""
         assert self.in_pieces and self.a_inverse is not None
-        if can_add_to(out):
-            add_product(out, a_mk, self.b_nk, self.a_inverse, self.b_inverse, by_blocks=True)
-        else:
+        if not add_product(out, a_mk, self.b_nk, self.a_inverse, self.b_inverse, by_blocks=True):
             out.add_(self._replace(dtype=torch.float32).multiply(a_mk))
 
     def in_fp32(self, a_mk: torch.Tensor) -> torch.Tensor:

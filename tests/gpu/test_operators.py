@@ -290,10 +290,10 @@ def test_fp8_is_added_to_main_grad(case: Case, fp8: str) -> None:
     wider than the weight, and one at an odd address, which the library cannot add to, give the same."""
     if torch.cuda.get_device_capability(case.device)[0] != 9:
         pytest.skip("scales of blocks are for Hopper")
-    x, w, dy = (torch.randn(256, 256, device=case.device, dtype=torch.bfloat16) for _ in range(3))
-    w, wide = torch.nn.Parameter(w[:128]), torch.full((128, 264), 2.0**-10, device=case.device)
+    shapes = (128, 256), (128, 256), (128 * case.world, 128)
+    x_shard_m, w, dy = (torch.randn(shape, device=case.device, dtype=torch.bfloat16) for shape in shapes)
+    w, wide = torch.nn.Parameter(w), torch.full((128, 264), 2.0**-10, device=case.device)
     config = replace(case.config, fp8=fp8, main_grad="accumulate")
-    x_shard_m, dy = x[: 256 // case.world].contiguous(), dy[:, :128].contiguous()
 
     def backward() -> None:
         all_gather_linear(x_shard_m, w, group=case.group, config=config).backward(dy)

@@ -386,20 +386,24 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
 
 
 def test_scales_of_rows_are_read_once_these_have_come() -> None:
-    order, tiles = [], iter((0, experts.NO_TILE))
+    """Of two tiles, behind their first panels, 0 and 3."""
+    order: list[Any] = []
+    tiles = iter((0, 1, experts.NO_TILE))
 
-    def called(name: str, result: Any = None) -> Callable[..., Any]:
-        return lambda *told: (order.append(name), result)[1]
+    def product_of(panels: object, step: int, *told: object) -> tuple[int, int, int]:
+        order.append("product")
+        return 0, 0, step + 3
 
     names = dict(
         next_tile=lambda *told: next(tiles), tile_of_experts=lambda *told: (0, 0, BLOCK_M, 0, 0), strip_at=lambda *told: 0,
-        wait_for_panel=called("they come"), scales_of_strip=called("scales"), whole_product=called("product", (0, 0, 0)),
-        put_quarter=lambda *told, **more: None, gl=SimpleNamespace(cdiv=lambda *told: 1, load=lambda *told, **more: 0),
+        wait_for_panel=lambda panels, step, *told: order.append(step), scales_of_strip=lambda *told: order.append("scales"),
+        whole_product=product_of, put_quarter=lambda *told, **more: None,
+        gl=SimpleNamespace(cdiv=lambda *told: 1, load=lambda *told, **more: 0),
     )  # fmt: skip
     python_of(experts.multiply_experts, **(ORDER | names))(
         *[None] * 5, (0, 0, 0), None, None, N, K, 0, *BLOCKS, 4, True, experts.BLOCKS
     )
-    assert order == ["they come", "scales", "product"]
+    assert order == [0, "scales", "product", 3, "scales", "product"]
 
 
 def _late_stores() -> Any:

@@ -432,22 +432,22 @@ def scales_of_tiles(p: Product, scatters: bool, bases: tuple[int, ...]) -> list[
     loads = run_scatter(p, direct=False, exchange=False).loads if scatters else run_gather(p, exchange=False)[0]
     found: list[tuple[Tile, int, tuple[int, ...]]] = []
 
-    there: list[object] = []  # panels that were waited for
+    there: list[int] = []  # the number of the panel that was waited for
 
     def scales_of_strip(*where: Any) -> Any:
         assert scatters or there, "scales of peers' rows are read before these have come"
-        there.clear()
         return python_of(scaled.scales_of_strip)(*where)
 
     def half_product(panels: object, step: int, half: object, steps: int, at: Any, part: int, *_: int) -> Any:
+        assert scatters or there.pop() == step, "it waited for another panel"
         found.append((loads.tiles[len(found) % len(loads.tiles)], part, at))
-        return 0, step
+        return 0, step + steps
 
     names: dict[str, Any] = dict(
         half_product=half_product, whole_product=lambda panels, step, b, *rest: (0, *half_product(panels, step, *rest)),
         add_half=lambda panels, step, values, *_: (values, step), plus_bias=lambda values, *_: values,
         add_halves=lambda panels, step, left, right, *_: (left, right, step), next_tile=loads.next_tile, put_quarter=Nothing(),
-        wait_for_panel=lambda panels, *_: there.append(panels), scales_of_strip=scales_of_strip, scale_of_product=Nothing(),
+        wait_for_panel=lambda panels, step, *_: there.append(step), scales_of_strip=scales_of_strip, scale_of_product=Nothing(),
         range=range, gl=loads.language,
     )  # fmt: skip
     run, kernel = units_in_run(Kind.GEMM_RS, p.world, p.chunks, False, True), gather.multiply_tiles

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+from collections.abc import Iterator
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ class Library:
     def __init__(self) -> None:
         self.made: dict[int, Any] = {}
         self.advice = 0  # how often it was asked for
+        self.answers = (0, 1, 0)  # status, count of algorithms, status of the first
+        self.destroyed: list[int] = []
         for name in ("cublasLtMatmul", "cublasLtMatmulDescSetAttribute"):  # methods take no argtypes
             call = getattr(self, name)
             setattr(self, name, type("Function", (), {"__call__": lambda _, *told, call=call: call(*told)})())
@@ -31,9 +34,6 @@ class Library:
         self.made[len(self.made) + 1] = what
         return 0
 
-    def cublasLtCreate(self, handle: Any) -> int:
-        return self._make(handle, "library")
-
     def cublasLtMatmulDescCreate(self, handle: Any, compute: int, scales: int) -> int:
         return self._make(handle, {}) if (compute, scales) == (68, 0) else 7
 
@@ -41,7 +41,10 @@ class Library:
         return self._make(handle, {})
 
     def cublasLtMatmulPreferenceDestroy(self, handle: Any) -> int:
+        self.destroyed.append(handle.value)
         return 0
+
+    cublasLtMatmulDescDestroy = cublasLtMatrixLayoutDestroy = cublasLtMatmulPreferenceDestroy
 
     def cublasLtMatrixLayoutCreate(self, handle: Any, of: int, *sizes: ctypes.c_uint64) -> int:
         return self._make(handle, (DTYPES[of], *(size.value for size in sizes)))
@@ -58,13 +61,14 @@ class Library:
         described = self.made[product.value]
         if 17 not in described or 18 not in described:
             return 7  # so it says where scales of blocks have no addresses
-        assert self.made[preference.value][1] == 32 << 20 and wanted == 1
-        found._obj.workspace, found._obj.algorithm[0], count._obj.value = 64, 9, 1
-        return 0
+        assert self.made[preference.value][1] == 32 << 20 and (library.value, wanted) == (5, 1)
+        found._obj.workspace, found._obj.algorithm[0] = 64, 9
+        status, count._obj.value, found._obj.status = self.answers
+        return status
 
     def cublasLtMatmul(self, library: Any, product: Any, *told: Any) -> int:
         alpha, a_at, a, b_at, b, beta, c_at, c, d_at, d, algorithm, workspace, size, stream = told
-        assert (algorithm[0], size, stream, c_at, c.value) == (9, 64, 77, d_at, d.value) and workspace
+        assert (library, algorithm[0], size, stream, c_at, c.value) == (5, 9, 64, 77, d_at, d.value) and workspace
         described = self.made[product.value]
         assert described[3] == 1, "a is transposed"
         scales_of_a, scales_of_b = (
@@ -94,11 +98,18 @@ def _scales(at: int, mode: int, layout: tuple[Any, ...]) -> Any:
     return _matrix(at, (torch.float32, columns, depth // 128, columns)).t().double().repeat_interleave(128, 0)
 
 
+class Gpu(torch.Tensor):
+    """A matrix that says it is on a GPU."""
+
+    is_cuda = True
+
+
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     found = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 5)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     _forget()
     yield found
@@ -106,8 +117,12 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def _forget() -> None:
-    for known in (cublaslt._library, cublaslt._handle, cublaslt._product):
-        known.cache_clear()
+    cublaslt._product.cache_clear()
+    cublaslt._library.cache_clear()
+
+
+def _matrices(m: int, n: int, k: int, dtype: torch.dtype = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(m, k).to(dtype), torch.randn(n, k).to(E4M3)
 
 
 @pytest.mark.parametrize("by_blocks", [False, True])
@@ -115,9 +130,9 @@ def _forget() -> None:
 def test_the_product_is_added_by_its_scales(library: Library, dtype: torch.dtype, by_blocks: bool) -> None:
     m, n, k = 8, 16, 256
     memory = torch.randn(m, n + 4)
-    out, whole = memory[:, :n], memory.clone()
+    out, whole = memory[:, :n].as_subclass(Gpu), memory.clone()
     for _ in range(2):  # other matrices of the same shapes, in another place
-        a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(E4M3)
+        a, b = _matrices(m, n, k, dtype)
         shapes = ((k // 128, m), (k // 128, n)) if by_blocks else ((1,), (1,))
         a_inverse, b_inverse = (torch.rand(shape) + 0.5 for shape in shapes)
         x, y = (
@@ -125,36 +140,51 @@ def test_the_product_is_added_by_its_scales(library: Library, dtype: torch.dtype
             for t, s in ((a, a_inverse), (b, b_inverse))
         )
         whole[:, :n] += x @ y.t()
-        cublaslt.add_product(out, a, b, a_inverse, b_inverse, by_blocks)
+        assert cublaslt.add_product(out, a, b, a_inverse, b_inverse, by_blocks)
     torch.testing.assert_close(memory, whole)
     assert library.advice == 1
+    _forget()
+    gc.collect()
+    assert sorted(library.destroyed) == sorted(library.made), "each handle once"
 
 
-def test_a_refusal_names_the_call_and_the_status(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "cublasLtMatmulAlgoGetHeuristic", lambda *told: 15)
-    one, a = torch.ones(1), torch.ones(16, 128).to(E4M3)
-    with pytest.raises(RuntimeError, match=r"MatmulAlgoGetHeuristic: status 15"):
-        cublaslt.add_product(torch.zeros(16, 16), a, a, one, one)
+def _add(out: torch.Tensor) -> bool:
+    one, (a, b) = torch.ones(1), _matrices(*out.shape, 256)
+    return cublaslt.add_product(out.as_subclass(Gpu), a, b, one, one)
+
+
+def test_a_refusal_names_the_call_and_the_status_each_time(library: Library) -> None:
+    library.answers = (7, 0, 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"MatmulAlgoGetHeuristic: status 7"):
+            _add(torch.zeros(16, 16))
+
+
+@pytest.mark.parametrize("answers", [(15, 0, 0), (0, 0, 0), (0, 1, 15)])
+def test_without_an_algorithm_nothing_is_added(library: Library, answers: tuple[int, int, int]) -> None:
+    library.answers, out = answers, torch.zeros(16, 16)
+    assert not _add(out) and not _add(out)
+    assert library.advice == 1 and not out.any()
 
 
 @pytest.mark.parametrize(
-    ("takes", "different"),
+    "out",
     [
-        (True, {}), (True, {"strides": (264, 1)}), (False, {"is_cuda": False}), (False, {"dtype": torch.bfloat16}),
-        (False, {"at": 4}), (False, {"strides": (257, 1)}), (False, {"strides": (1, 256)}),
+        torch.zeros(16, 16, dtype=torch.bfloat16), torch.zeros(257)[1:].view(16, 16), torch.zeros(16, 17)[:, :16],
+        torch.zeros(16, 16).t(),
     ],
+    ids=["bf16", "an odd address", "an odd pitch", "columns"],
 )  # fmt: skip
-def test_what_it_can_add_to(library: Library, takes: bool, different: dict[str, Any]) -> None:
-    is_ = {"is_cuda": True, "dtype": torch.float32, "at": 256, "strides": (256, 1)} | different
-    out = SimpleNamespace(data_ptr=lambda: is_["at"], stride=lambda dim: is_["strides"][dim], **is_)
-    assert cublaslt.can_add_to(out) is takes
+def test_what_it_cannot_add_to(library: Library, out: torch.Tensor) -> None:
+    assert not _add(out) and not library.made
 
 
-def test_without_the_library_it_can_add_to_nothing(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cpus_and_without_the_library_it_adds_nothing(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: no such file")
 
+    one, (a, b), out = torch.ones(1), _matrices(16, 16, 256), torch.zeros(16, 16)
+    assert not cublaslt.add_product(out, a, b, one, one)
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    out = SimpleNamespace(is_cuda=True, dtype=torch.float32, data_ptr=lambda: 256, stride=lambda dim: (256, 1)[dim])
     with pytest.warns(UserWarning, match=r"cuBLASLt cannot be called \(libcublasLt"):
-        assert not cublaslt.can_add_to(out)
+        assert not _add(out)
