@@ -97,7 +97,7 @@ def _multiply_panels(panels, step, half_desc, k_steps, scale, HALVES: gl.constex
     # Of even and of odd panels: a copy from one to the other would wait until the latter has come.
     even = _scales_of_panel(scale, 0, k_steps, left, HALVES, SCALING)
     odd = _scales_of_panel(scale, 1, k_steps, left, HALVES, SCALING)
-    EVERY: gl.constexpr = 2 if SCALING == BLOCKS else 1
+    EVERY: gl.constexpr = 2 if SCALING == BLOCKS else 1  # in pairs sums without scales spill 270 bytes
     for k in range(0, k_steps, EVERY):
         left, right, acc, even, step = _add_panel(panels, step, half_desc, k, k_steps, scale, even, left, right, acc, HALVES,
                                                   PART, STAGES, SCALING)  # fmt: skip
