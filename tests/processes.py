@@ -68,6 +68,15 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
+def refusal(call: Callable[..., object], *told: Any, **named: Any) -> str:
+    """What the ValueError says that this call raises."""
+    try:
+        call(*told, **named)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it raised nothing")
+
+
 def failed_checks(checks: dict[str, Callable[[], object]]) -> dict[str, str]:
     """The tracebacks of those that raise, by name: of many checks that share processes which took long to start."""
     failed = {}
