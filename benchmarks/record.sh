@@ -102,6 +102,7 @@ ulysses="$mfu --cp $gpus --model llama3-8b --layers 2 --overlap-train-timeout-s 
 step mfu_ulysses 150 $ulysses --seq-length 32768 --quick --out "$out/mfu_ulysses"
 # shellcheck disable=SC2086
 step loss_ulysses 150 $ulysses --seq-length 4096 --steps 200 --round-steps 20 --variants nccl,chunked,fused,direct --out "$out/loss_ulysses"
+# Ulysses 2 beside tensor parallelism over the other GPUs.
 [ "$gpus" -lt 4 ] || step mfu_tp_ulysses 120 $mfu --cp 2 --model llama3-8b --layers 2 --overlap-train-timeout-s 60 --seq-length 32768 \
   --quick --out "$out/mfu_tp_ulysses"
 te8b="$mfu --model llama3-8b --layers 4 --global-batch-size 4 --steps 20 --round-steps 2"

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper_stores import split_tile
-from .hopper_tiles import PARTS, b_place, multiply_tile, no_product, pass_tile
+from .hopper_tiles import PARTS, b_place, multiply_tile, no_product, pass_tile, wait_for_panel
 
 # SCALING
 UNSCALED = gl.constexpr(0)  # operands of two bytes
@@ -97,7 +97,7 @@ def _multiply_panels(panels, step, half_desc, k_steps, scale, HALVES: gl.constex
     # Of even and of odd panels: a copy from one to the other would wait until the latter has come.
     even = _scales_of_panel(scale, 0, k_steps, left, HALVES, SCALING)
     odd = _scales_of_panel(scale, 1, k_steps, left, HALVES, SCALING)
-    EVERY: gl.constexpr = 2 if SCALING == BLOCKS else 1  # in pairs sums without scales spill 270 bytes
+    EVERY: gl.constexpr = 2 if SCALING == BLOCKS else 1  # in pairs, PRECISE spills 1088 bytes
     for k in range(0, k_steps, EVERY):
         left, right, acc, even, step = _add_panel(panels, step, half_desc, k, k_steps, scale, even, left, right, acc, HALVES,
                                                   PART, STAGES, SCALING)  # fmt: skip
@@ -111,9 +111,8 @@ def _multiply_panels(panels, step, half_desc, k_steps, scale, HALVES: gl.constex
 def _add_panel(panels, step, half_desc, k, k_steps, scale, scales, left, right, acc, HALVES: gl.constexpr, PART: gl.constexpr,
                STAGES: gl.constexpr, SCALING: gl.constexpr):  # fmt: skip
     """(left, right) and the product of panel k; acc: where it is computed. scales: its own; returned are those of panel k + 2."""
-    _, _, panel_full, panel_free = panels
-    stage = step % STAGES
-    mbarrier.wait(panel_full.index(stage), step // STAGES & 1)
+    panel_free, stage = panels[3], step % STAGES
+    wait_for_panel(panels, step, STAGES)
     token = _panel_product(panels, stage, half_desc, acc, 0, PART)
     of_rows, of_left, of_right = scales
     by_left, by_right = of_rows * of_left, of_rows * of_right

@@ -9,7 +9,6 @@ takes 3.8 of 277 ms longer (2 x H200, reckoned from single products).
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from functools import cache, lru_cache
 from typing import Any
@@ -73,12 +72,18 @@ def _set(of: str, handle: ctypes.c_void_p, attribute: int, value: Any) -> None:
 
 class _Product:
     """The descriptors of one shape, and the algorithm that cuBLASLt advises for it. Its matrices lie in columns: it multiplies b
-    by a, and writes out transposed."""
+    by a, and writes out transposed. handle: that of one thread and device, so that calls which share the descriptor, and with it
+    the scales' addresses, follow each other."""
 
     def __init__(
-        self, m: int, n: int, k: int, pitch: int, a: torch.dtype, b: torch.dtype, by_blocks: bool, device: torch.device
+        self,
+        handle: int,
+        shape: tuple[int, int, int],
+        pitch: int,
+        types: tuple[torch.dtype, torch.dtype],
+        by_blocks: bool,
     ) -> None:
-        self.lock = threading.Lock()  # calls share the descriptor, which has the scales' addresses
+        self.handle, (m, n, k), (a, b) = handle, shape, types
         self.descriptor = _made("MatmulDesc", _COMPUTE_32F, _R_32F)
         _set("MatmulDesc", self.descriptor, _TRANSA, ctypes.c_int32(_TRANSPOSED))
         for mode in (_A_SCALE_MODE, _B_SCALE_MODE) if by_blocks else ():  # unknown before CUDA 12.8
@@ -93,14 +98,14 @@ class _Product:
         for attribute, scales in ((_A_SCALE, b_inverse), (_B_SCALE, a_inverse)):
             _set("MatmulDesc", self.descriptor, attribute, ctypes.c_void_p(scales.data_ptr()))
 
-    def advised(self, handle: int) -> _Found | None:
+    def advised(self) -> _Found | None:
         """None: there is no algorithm. Asked when scales have addresses: without them cuBLASLt refuses those of blocks."""
         if not self._is_advised:
             found, count, preference = _Found(), ctypes.c_int(), _made("MatmulPreference")
             _set("MatmulPreference", preference, _WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
             for alignment in _ALIGNMENTS:
                 _set("MatmulPreference", preference, alignment, ctypes.c_uint32(_ALIGNMENT))
-            told = ctypes.c_void_p(handle), self.descriptor, self.b, self.a, self.out, self.out, preference, 1
+            told = ctypes.c_void_p(self.handle), self.descriptor, self.b, self.a, self.out, self.out, preference, 1
             try:
                 answer = ctypes.byref(found), ctypes.byref(count)
                 _call("MatmulAlgoGetHeuristic", *told, *answer, bears=_NOT_SUPPORTED)
@@ -141,17 +146,17 @@ def add_product(
     if (out.data_ptr() | a.data_ptr() | b.data_ptr()) % _ALIGNMENT or _library() is None:
         return False
     assert all(t.is_contiguous() for t in (a, b, a_inverse, b_inverse)), "cuBLASLt is told no strides"
-    (m, k), n = a.shape, len(b)
-    of = _product(m, n, k, out.stride(0), a.dtype, b.dtype, by_blocks, out.device)
-    with of.lock, torch.cuda.device(out.device):
+    shape, types = (len(a), len(b), a.shape[1]), (a.dtype, b.dtype)
+    with torch.cuda.device(out.device):
+        # cuBLAS's handle, which has one of cuBLASLt in it
+        of = _product(torch.cuda.current_blas_handle(), shape, out.stride(0), types, by_blocks)
         of.set_scales(a_inverse, b_inverse)
-        handle = torch.cuda.current_blas_handle()  # it has one of cuBLASLt in it
-        if (advised := of.advised(handle)) is None:
+        if (advised := of.advised()) is None:
             return False
         workspace = out.new_empty(advised.workspace, dtype=torch.uint8)
         stream, at = torch._C._cuda_getCurrentRawStream(out.device.index), out.data_ptr()
         _call(
-            "Matmul", handle, of.descriptor, ctypes.byref(_ONE), b.data_ptr(), of.b, a.data_ptr(), of.a,
+            "Matmul", of.handle, of.descriptor, ctypes.byref(_ONE), b.data_ptr(), of.b, a.data_ptr(), of.a,
             ctypes.byref(_ONE), at, of.out, at, of.out, advised.algorithm, workspace.data_ptr(), advised.workspace, stream,
         )  # fmt: skip
     return True
