@@ -77,6 +77,9 @@ step all_reduce_small_m 60 -m overlap_train bench operators --all-reduce --rows 
   --methods auto,low_latency,direct,collective --out "$out/all_reduce_small_m"
 step all_reduce_graphs 60 -m overlap_train bench operators --all-reduce --rows 1 16 64 128 256 512 --graphs \
   --methods auto,low_latency,collective --out "$out/all_reduce_graphs"
+for recipe in tensorwise blockwise; do
+  step "fp8_$recipe" 60 -m overlap_train bench operators --fp8 "$recipe" --methods auto,fused,direct,chunked --out "$out/fp8_$recipe"
+done
 step ragged 50 -m overlap_train bench operators --rows 1992 "$((1992 + gpus))" 2048 4096 "$((gpus > 4 ? 4096 + gpus : 4100))" 8192 8200 \
   --shapes llama3-8b --methods auto,fused,direct --out "$out/ragged"
 step ulysses 200 -m overlap_train bench ulysses --methods collective,fused,direct,chunked --out "$out/ulysses"
