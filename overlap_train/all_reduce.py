@@ -100,7 +100,7 @@ class _LinearDgradAllReduce(torch.autograd.Function):
     ) -> torch.Tensor | None:
         ctx.linear, ctx.weight, ctx.x_shape = linear, w_shard_n, x.shape  # weight: as in linear.py
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_shard_n)
-        with profiled(linear.tags.ranges[0]):
+        with profiled(linear.tags.ranges.fprop):
             y_shard_n = torch.nn.functional.linear(as_rows(x), w_shard_n, bias)
         return as_sequence(y_shard_n, ctx.x_shape[0], ctx.x_shape)
 
@@ -112,7 +112,7 @@ class _LinearDgradAllReduce(torch.autograd.Function):
 
         def multiply() -> None:
             if dw is not None:
-                with profiled(linear.tags.ranges[3]):
+                with profiled(linear.tags.ranges.wgrad):
                     dw.add(dy_rows, as_rows(x))
 
         if ctx.needs_input_grad[0]:
@@ -137,10 +137,10 @@ class _LinearAllReduce(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         linear, (x_shard_k, w_shard_k) = ctx.linear, ctx.saved_tensors
         dw, dy_rows = WeightGradient.of_backward(ctx), as_rows(dy)
-        with profiled(linear.tags.ranges[1]):
+        with profiled(linear.tags.ranges.dgrad):
             dx_shard_k = torch.mm(dy_rows, w_shard_k) if ctx.needs_input_grad[0] else None
         if dw is not None:
-            with profiled(linear.tags.ranges[3]):
+            with profiled(linear.tags.ranges.wgrad):
                 dw.add(dy_rows, as_rows(x_shard_k))
         return gradients(ctx, dx_shard_k, dw, dy_rows)
 

@@ -61,7 +61,7 @@ def _side_by_side(linear: PlannedOp, x: torch.Tensor) -> torch.Tensor:
 
 
 def _add(linear: PlannedOp, dw: WeightGradient, dy: Pieces, x: Pieces) -> None:
-    with profiled(linear.tags.ranges[2]):
+    with profiled(linear.tags.ranges.wgrad):
         dw.add_scaled(dy.numbers, BlockMatrix(x.numbers, x.inverse, linear.plan.dtype, dy.inverse, in_pieces=True))
 
 

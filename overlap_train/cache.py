@@ -12,7 +12,9 @@ Value = TypeVar("Value")
 class BoundedCache(dict[Key, Value]):
     """A dictionary of at most `most` entries: a new one takes the place of the oldest. A look-up is dict's own, in C."""
 
-    most = 4096  # linears of one shape; what takes more memory, or is needed by more ranks, has its own bound
+    def __init__(self, most: int = 4096) -> None:
+        super().__init__()
+        self.most = most
 
     def put(self, key: Key, value: Value) -> Value:
         """Remember a value, which is returned."""

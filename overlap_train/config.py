@@ -169,7 +169,7 @@ class OverlapConfig:
         )
 
     def by(self, method: str) -> OverlapConfig:
-        """These settings with another method and without trials (tune_steps=0): a named method leaves nothing to try."""
+        """These settings with another method and without autotune runs (tune_steps=0): a named method leaves nothing to try."""
         return replace(self, method=method, tune_steps=0)
 
     def __post_init__(self) -> None:

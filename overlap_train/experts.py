@@ -253,7 +253,7 @@ def _weight_gradients(
         WeightGradient(weight, op.plan.config.main_grad, ctx=edges, number=number) if wanted[number - 1] else None
         for number, weight in enumerate(ctx.weights, 1)
     ]
-    with profiled(op.tags.ranges[2]):
+    with profiled(op.tags.ranges.wgrad):
         if not add_grouped(op.domain, gradients, dy, x, places):
             for gradient, first, count in zip(gradients, places.starts, places.counts, strict=True):
                 if gradient is not None:

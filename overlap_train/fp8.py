@@ -119,7 +119,7 @@ def column_backward(
                 gather.keep_own(dgrad)
         if dw is not None:
             x8 = transposed(domain, x8 if gather is None else gather.gathered_view())
-            with profiled(tags.ranges[2]):
+            with profiled(tags.ranges.wgrad):
                 dw.add_scaled(dy8.columns, Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype))
         if scatter is not None:
             dx_shard_m = scatter.finish()
@@ -159,7 +159,7 @@ def row_backward(
             if dw is not None:
                 gather.keep_own(plan.dgrad)
         if dw is not None:
-            with profiled(tags.ranges[2]):
+            with profiled(tags.ranges.wgrad):
                 dw.add_scaled(
                     transposed(domain, gather.gathered_view()), Fp8Matrix(x8, dy8.inverse, x_inverse, plan.dtype)
                 )

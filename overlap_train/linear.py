@@ -117,7 +117,7 @@ def column_backward(
             gathered = x if gather is None else gather.gathered(dw.is_delayed)
             assert gathered is not None
             if is_profiling() or (scatter is not None and plan.dgrad.sm_margin):
-                with profiled(tags.ranges[2]), domain.span.products_beside(None if scatter is None else plan.dgrad):
+                with profiled(tags.ranges.wgrad), domain.span.products_beside(None if scatter is None else plan.dgrad):
                     dw.add(dy_shard_n, gathered)
             else:
                 dw.add(dy_shard_n, gathered)
@@ -152,7 +152,7 @@ def row_backward(
             if dw is not None:
                 gather.keep_own(plan.dgrad)
         if dw is not None:
-            with profiled(tags.ranges[2]):
+            with profiled(tags.ranges.wgrad):
                 dw.add(gather.gathered(dw.is_delayed), x())
     return dx_shard_k
 
@@ -181,7 +181,7 @@ def all_gather_linear(
         config: method, policies and limits; None: the defaults, with the provider and the limits of the group's first call.
         name: what errors and profiles call this operator; the same on all ranks, which recognise each other's calls by it.
         on_plan: is called before the call runs, with its plan, which says what runs and why (`plan.fprop.method` and `.reason`,
-            `plan.dgrad`), and with the trial in which it takes part (`tune_steps`), or None.
+            `plan.dgrad`), and with the autotune run in which it takes part (`tune_steps`), or None.
 
     Returns:
         y_shard_n in the dtype of x_shard_m (fp32, fp16 or bf16); products are accumulated in fp32, and rounded once the bias is

@@ -61,11 +61,11 @@ class ExpertOverlap(LinearOverlap):
     modules: tuple[Any, ...] = ()
     routing: Routing | None = None
 
-    def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
+    def note_plan(self, plan: Plan, run: Autotune | None) -> None:
         """Notes the last plan by which a call overlapped, as far as some have: the others are counted."""
         overflow = plan.fprop.reason if plan.fprop.reason in OVERFLOWS else None
         if overflow is None or self.plan is None:
-            super().note_plan(plan, trial)
+            super().note_plan(plan, run)
         self.count(overflow)
 
     def config_of_call(self, experts: Any) -> OverlapConfig:

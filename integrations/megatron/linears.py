@@ -89,9 +89,9 @@ class LinearOverlap:
     name: str  # where it is in the model, for error messages
     overlapped_calls: int = 0
     fallback_calls: Counter[str] = field(default_factory=Counter)  # reason -> calls
-    # Of the last overlapped call: the plan by which it ran (of parts the first one's), and in which trial it took part, if any.
+    # Of the last overlapped call: its plan (of parts the first one's), and the autotune run in which it took part.
     plan: Plan | None = None
-    trial: Autotune | None = None
+    run: Autotune | None = None
     on_gradient: Callable[[torch.Tensor], None] | None = None  # enable() sets it until the table is printed
     # enable() sets it until a linear of the model is called (ahead.py)
     on_first_plan: Callable[[str, Plan], None] | None = None
@@ -122,8 +122,8 @@ class LinearOverlap:
             self.groups.pop(group, None)
             self.groups[group] = None
 
-    def note_plan(self, plan: Plan, trial: Autotune | None) -> None:
-        self.plan, self.trial = plan, trial
+    def note_plan(self, plan: Plan, run: Autotune | None) -> None:
+        self.plan, self.run = plan, run
         if self.on_first_plan is not None:
             self.on_first_plan(self.name, plan)
 

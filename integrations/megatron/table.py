@@ -206,15 +206,15 @@ def _exchange_beside(linear: Any, attention: Any) -> str | None:
 
 def _with_method(row: LinearReport, linear: Any) -> LinearReport:
     """The row with method and reasons of the last overlapped call, from the plan by which it ran."""
-    plan, trial = linear.overlap.plan, linear.overlap.trial
+    plan, run = linear.overlap.plan, linear.overlap.run
     if plan is None:
         return replace(row, method="-", reasons=("not called yet",))
     book = made_cache(made_domain(groups_of(linear)[-1]))
     if book is None:
         return replace(row, method="-", reasons=("symmetric memory has been freed (overlap_train.shutdown)",))
-    if trial is not None and book.runs.is_under_way(trial):
-        methods = ", ".join(trial.methods)
-        tries = f"auto: tries {methods}, until a linear has made {trial.steps} calls (tune_steps)"
+    if run is not None and book.runs.is_under_way(run):
+        methods = ", ".join(run.methods)
+        tries = f"auto: tries {methods}, until a linear has made {run.steps} calls (tune_steps)"
         return replace(row, method="in turn", reasons=(tries,))
     method = " / ".join(dict.fromkeys((plan.fprop.method, plan.dgrad.method)))
     reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))

@@ -190,8 +190,7 @@ class LaunchCache:
         through Triton. chunks: of all ranks' blocks together. In a large group a number for all groups would be too small, and
         every launch would be packed again in every call."""
         self._launcher = launcher
-        self._packed: BoundedCache[Hashable, PackedLaunch] = BoundedCache()
-        self._packed.most = _FOR_ALL + _FOR_A_CHUNK * chunks
+        self._packed: BoundedCache[Hashable, PackedLaunch] = BoundedCache(_FOR_ALL + _FOR_A_CHUNK * chunks)
         self._refused: set[Hashable] = set()
 
     def run(self, key: Hashable, values: tuple[int, ...], describe: Callable[..., Launch], *told: Any) -> None:

@@ -53,8 +53,8 @@ class NotedCalls(CollectiveCalls):
     """A table of words (signals.py): row n % _NOTED has the n-th call of each rank, in its own column. Nobody waits.
 
     A rank that comes to a call first sees an older word of the other there. `look`, which a thread of FaultRecord calls, compares
-    these calls later. Words of ranks of other machines stay 0, an epoch that no call has. PlannedOp and
-    OperatorScope register the tags that errors name.
+    these calls later. Words of ranks of other machines stay 0, an epoch that no call has. PlannedOp and OperatorScope register
+    the tags that errors name.
     """
 
     def __init__(self, table: torch.Tensor, rank: int, world_size: int, fault: FaultRecord) -> None:

@@ -69,9 +69,9 @@ class OperatorScope:
         if not domain.in_use.acquire(False):
             raise _another_thread(self._tag.op)
         fault.begun += 1
-        if domain.agreement.peers.takes_back:
-            domain.agreement.peers.go_on()
         try:
+            if domain.agreement.peers.takes_back:
+                domain.agreement.peers.go_on()
             domain.engine.begin()
             if slots:
                 domain.workspace.begin(self._tag, slots, self._barrier_first)

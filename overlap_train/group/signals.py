@@ -125,22 +125,6 @@ def poll(
     return True
 
 
-def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: Callable[[float], None]) -> bool:
-    """`poll` until the signal `word`, int64 [1], is of the expected epoch: without a Python call a turn."""
-    begin, look_at, turns = time.monotonic(), min(LOOK_S, timeout_s / 10), 0
-    epoch = expected >> EPOCH_SHIFT << EPOCH_SHIFT
-    while (word.item() - epoch) & _SIGN:
-        waited = time.monotonic() - begin
-        if waited > timeout_s:
-            return False
-        if waited > look_at:
-            look_at = waited + LOOK_S
-            late(waited)
-        time.sleep(0.0 if turns < 20 else TURN_S)
-        turns += 1
-    return True
-
-
 class FaultRecord:
     """The first wait of this rank that failed, wherever it happened; `check` raises it, once and ever after.
 

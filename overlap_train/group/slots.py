@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 SLOTS = 3  # what two operators in a row use: two calls and one (workspace.py)
 BARRIER = SLOTS  # one slot more, for signals only
 _ALIGN = 4096
+_MOST_CALLS = 256  # kinds of calls that a slot remembers
+_PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
 
 
 @dataclass(frozen=True)
@@ -124,16 +126,7 @@ class Slot:
         self.counters = Counters(self.counted)  # reset when the epoch advances
         # of kernels that send everything themselves: at their end they reset these, and advance the epoch that no copy sends
         self.direct_counters = Counters(torch.zeros(count, dtype=torch.int64, device=device))
-        self.calls = Calls()
-
-
-class Calls(BoundedCache[Hashable, "Call"]):
-    """The kinds of calls that a slot remembers."""
-
-    most = 256
-
-
-_PLANS_OF_A_CALL = 8  # gathers of one shape: forwards, input gradients, and what is gathered again
+        self.calls: BoundedCache[Hashable, Call] = BoundedCache(_MOST_CALLS)
 
 
 class Call:
@@ -159,9 +152,8 @@ class Call:
         self._shape, self._dtype, self._block_size = shape, dtype, shape.numel()
         self.peers = targets(Topology(1, self.world_size, self.rank))
         self._launcher, pieces = waits.launcher, self.world_size * chunks
-        self._routes: BoundedCache[Hashable, list[Route]] = BoundedCache()
         # A plan has one entry for what it sends, and across nodes one for each chunk that it passes on.
-        self._routes.most = Calls.most + _PLANS_OF_A_CALL * pieces
+        self._routes: BoundedCache[Hashable, list[Route]] = BoundedCache(_MOST_CALLS + _PLANS_OF_A_CALL * pieces)
         self._whole = dict[int, tuple[torch.Tensor, Route]]()  # by peer
         self.next_epoch = partial(waits.next_epoch, self)
         self.wait, self.wait_chunk = partial(waits.wait, self), partial(waits.wait_chunk, self)
@@ -245,10 +237,6 @@ class Call:
         block, route = self._whole[target]
         route.target, route.nbytes.value = block[:count], count * block.itemsize
         return route
-
-    def wait_for_start(self) -> None:
-        """Hold the caller's stream until the first chunk of every other rank is here: it has done what comes before that."""
-        self.wait_chunk(0, 0, self.world_size)
 
     @cached_property
     @torch.inference_mode(False)

@@ -1,4 +1,4 @@
-"""How a rank waits for blocks, or for its peers: on the CPU the caller polls, on GPUs a kernel of one warp holds its stream."""
+"""How a rank waits for blocks, or for its peers: on the CPU the caller polls, on GPUs a kernel holds its stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..gpu.launch import Launch, Launcher
-from .signals import FaultRecord, has_arrived, is_same_call, next_word, wait_for_word
+from .signals import FaultRecord, has_arrived, is_same_call, next_word, poll
 from .slots import Call
 
 # How the own block is copied: 32 bytes a thread and turn in bf16, by at most eight CTAs on each SM of an H200.
@@ -37,9 +37,7 @@ class BoundedWaits:
 
     def on_host(self, call: Call, first: int, count: int = 1) -> None:
         for chunk in range(call.chunks):
-            for source in range(first, first + count):
-                if source != self.rank:
-                    self._wait_for_word(call, source, chunk)
+            self.chunk_on_host(call, first, chunk, count)
 
     def chunk_on_host(self, call: Call, first: int, chunk: int, count: int = 1) -> None:
         for source in range(first, first + count):
@@ -48,7 +46,8 @@ class BoundedWaits:
 
     def _wait_for_word(self, call: Call, source: int, chunk: int) -> None:
         word, expected = call.slot.signals[source, chunk], int(call.slot.epoch)
-        in_time = wait_for_word(word, expected, self.timeout_s, partial(self._fault.late, source, chunk, expected))
+        late = partial(self._fault.late, source, chunk, expected)
+        in_time = poll(lambda: has_arrived(word.item(), expected), self.timeout_s, late=late)
         seen = int(word)
         if seen != expected and (not (in_time or has_arrived(seen, expected)) or not is_same_call(seen, expected)):
             self._fault.fail(source, chunk, expected, seen)

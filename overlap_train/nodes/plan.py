@@ -178,16 +178,16 @@ class InterNodePlanner(Planner):
         exchanges = send_recvs(fprop.kind, self.topology, chunks=1)
         return replace(self._across(super().sent_again(fprop), exchanges), send_sms=fprop.send_sms)
 
-    def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
+    def exchange(self, pass_: Pass, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """Beside it runs a product of another group, whose kernel may hold its SMs to its end: waits need one."""
-        engine = super().exchange(pass_, config, device, w)
+        engine = super().exchange(pass_, device, w)
         return replace(engine, wait_sms=int(device.type == "cuda" and engine.slots > 0))  # type: ignore[call-arg]
 
-    def without_product(self, config: OverlapConfig) -> Choice:
-        if config.method == "auto":
+    def without_product(self) -> Choice:
+        if self.config.method == "auto":
             unmeasured = "auto: not tuned: all-to-alls beside a product across nodes are not measured"
             return Choice(Method("collective"), unmeasured)
-        choice = super().without_product(config)
+        choice = super().without_product()
         # In one chunk: nothing multiplies a chunk while the next one comes.
         return choice if choice.method == "collective" else choice.by(chunks=1)
 

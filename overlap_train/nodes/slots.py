@@ -10,7 +10,7 @@ import torch
 
 from ..group.copy_engine import Route
 from ..group.signals import next_word
-from ..group.slots import BARRIER, Call, Calls, Layout, Slot
+from ..group.slots import BARRIER, Call, Layout, Slot
 from ..group.waits import BoundedWaits
 from ..kernels.signal_words import MAX_CHUNKS
 from ..schedule.order import ARRIVED, LANDED, Topology, Transfer
@@ -53,7 +53,6 @@ class NodeSlot(Slot):
         # Kernels that send by themselves stay inside a node: of these addresses nothing is read.
         self.outgoing_at = self.memory_at = torch.zeros(layout.world_size, dtype=torch.int64, device=device)
         self.word = 0  # as `epoch` on the device. No graph is replayed across nodes, so the host can count
-        self.calls = Calls()
 
 
 class NodeCall(Call):

@@ -118,7 +118,7 @@ class DirectAllToAllGemm(FusedAllToAllGemm):
     them."""
 
     _sends = True  # and not before it is known whether there is a product
-    _is_over = False  # as FusedAllGatherGemm's
+    _is_over = False  # as DirectAllGatherGemm's
 
     def matmul(self, b_kn: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self._is_over = True

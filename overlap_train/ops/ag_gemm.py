@@ -27,7 +27,7 @@ class AllGatherGemm:
     """x [M, K] on its way: row block s comes from rank s."""
 
     def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K] @ b_kn [K, N] + bias [N] -> [M, N]; may be called again, with another b."""
+        """x [M, K] @ b_kn [K, N] + bias [N] -> [M, N]; called once."""
         return product(bias, self.gathered_view(), b_kn)
 
     def keep_own(self, beside: EnginePlan) -> None:
@@ -116,12 +116,7 @@ class ChunkedAllGatherGemm(AllGatherGemm):
 class FusedAllGatherGemm(ChunkedAllGatherGemm):
     """One persistent kernel whose tiles wait for their chunk."""
 
-    _is_over = False  # whether the kernel has run, or copies have sent what it would have
-
     def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._is_over:  # everything is here, and a kernel that has run has used up its tile counter
-            return AllGatherGemm.matmul(self, b_kn, bias)
-        self._is_over = True
         rows = self._own.shape[0] * self._domain.world_size
         y = self._own.new_empty(rows, b_kn.shape[1], dtype=self._plan.dtype)
         # _arrived stays False: gathered_view, which the weight gradient calls later, waits once more. That takes 3 us if all
@@ -139,6 +134,11 @@ class DirectAllGatherGemm(FusedAllGatherGemm):
     them."""
 
     _sends = True  # and not before it is known whether there is a product
+    _is_over = False  # whether the kernel has run, or copies have sent what it would have
+
+    def matmul(self, b_kn: Right, bias: torch.Tensor | None = None) -> torch.Tensor:
+        self._is_over = True
+        return super().matmul(b_kn, bias)
 
     def gathered_view(self) -> torch.Tensor:
         if not self._is_over:  # no product (a frozen input): the peers need the rows all the same

@@ -41,7 +41,7 @@ class Tables(NamedTuple):
         return len(self.pairs) - 1
 
 
-def chunk_count(experts_here: int) -> int:
+def expert_chunks(experts_here: int) -> int:
     return min(MAX_CHUNKS, experts_here)
 
 

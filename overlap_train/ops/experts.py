@@ -19,7 +19,7 @@ from ..schedule.order import Topology, Transfers, sources
 from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
 from ..select.tiles import HOPPER, HOPPER_TILE, LIBRARY, tma_reads
 from .blocks import BLOCK
-from .expert_tables import chunk_count
+from .expert_tables import expert_chunks
 from .grouped import LEAST_EXPERTS
 from .launch_experts import FEATURES, MOST_RANKS
 from .messages import slot_bytes
@@ -27,7 +27,7 @@ from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, compiling_ahead, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
-from .spec import DISPATCH_LINEAR, DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, tensor_error
+from .spec import DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
 NO_MEMORY = "more rows for one rank than slots hold (symmetric_mib, or a CUDA graph holds their addresses)"
@@ -55,8 +55,7 @@ def routing_op(chosen: torch.Tensor, domain: OverlapDomain, config: OverlapConfi
     if known is None or problem is not None:
         nbytes = 4 * experts * world
         what = Request(EXPERT_ROUTING.name, f"rows of {experts} experts", how=f"method {config.method}")
-        dispatch = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, torch.int32, what)
-        gather = Planner(domain.topology, config).amax_gather(dispatch.fprop, domain.device)  # as few numbers as those
+        gather = Planner(domain.topology, config).amax_gather(_by_nccl(domain, config), domain.device)
         words = flagged_bytes(nbytes, world) * (gather.method == LOW_LATENCY)
         request = replace(what, slot_bytes=nbytes * (gather.method == "chunked"), flagged_bytes=words)
         _agree(domain, request, problem, name, known is not None)
@@ -162,11 +161,15 @@ def _agree(
         prepare(domain, request, problem, name, trains)
 
 
+def _by_nccl(domain: OverlapDomain, config: OverlapConfig) -> bool:
+    return domain.topology.nodes > 1 or config.method == "collective"
+
+
 def _memory(spec: OperatorSpec, w: torch.Tensor, routing: Routing, config: OverlapConfig) -> tuple[int, str | None]:
     """(how large slots have to grow, or 0; why the call is a collective, or None), the same on all ranks. What holds no even
     share is asked for, too: ranks refuse it together."""
     domain, world = routing.domain, routing.world_size
-    if domain.topology.nodes > 1 or config.method == "collective":
+    if _by_nccl(domain, config):
         return 0, None
     even = -(-routing.total // world**2)
     needed, share, room = (
@@ -203,7 +206,7 @@ def make_expert_plan(
 
     def engine(kind: Kind) -> EnginePlan:
         order, kernels = sources(topology), HOPPER if method == "fused" else LIBRARY
-        cut = chunk_count(served) if method == "fused" and served and kind.receives else 1
+        cut = expert_chunks(served) if method == "fused" and served and kind.receives else 1
         return EnginePlan(kind, reason, Method(method), kernels, HOPPER_TILE, cut, Transfers(()), order, dtype)
 
     fprop, dgrad = engine(spec.fprop), engine(spec.fprop.dgrad)

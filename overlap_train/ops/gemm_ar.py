@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..group.domain import OverlapDomain
+from ..group.signals import Tag
 from . import collective as collectives
 from . import launch, low_latency
-from .planned import PassTags, PlannedOp
+from .planned import PlannedOp
 
 if TYPE_CHECKING:
     from .plan import EnginePlan
@@ -51,7 +52,8 @@ def all_reduced(
     a_mk = torch.nn.functional.pad(a_mk, (0, 0, 0, missing)) if missing else a_mk
     if plan.fprop.shares:
         with scope:
-            return sums_sent_on(domain, plan.fprop, op.tags, a_mk, b_kn, bias).resize_(rows, b_kn.shape[1])
+            y = sums_sent_on(domain, plan.fprop, (op.tags.fprop, op.tags.wgrad), a_mk, b_kn, bias)
+            return y.resize_(rows, b_kn.shape[1])
     with scope:
         y_shard_m = plan.fprop.start(domain, tag, a_mk, b_kn, bias).finish()
     assert plan.gather is not None
@@ -64,17 +66,17 @@ def all_reduced(
 
 
 def sums_sent_on(
-    domain: OverlapDomain, engine: EnginePlan, tags: PassTags, a_mk: torch.Tensor, b_kn: torch.Tensor,
+    domain: OverlapDomain, engine: EnginePlan, tags: tuple[Tag, Tag], a_mk: torch.Tensor, b_kn: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """y, by two calls of one operator. When all sums are here, peers have read their blocks: the slot of the first call is
-    free."""
+    """y, by a scatter and a gather in one operator. When all sums are here, peers have read their blocks: the scatter's slot
+    is free."""
     y = a_mk.new_empty(a_mk.shape[0], b_kn.shape[1])
     blocks, staging = y.view(domain.world_size, -1, y.shape[1]), torch.empty_like(y)
     own = blocks[domain.rank]
-    scatter = domain.workspace.open(own.shape, y.dtype, tags.fprop, engine.chunks)
+    scatter = domain.workspace.open(own.shape, y.dtype, tags[0], engine.chunks)
     domain.workspace.receive_first()
-    gather = domain.workspace.open(own.shape, y.dtype, tags.wgrad, engine.chunks)
+    gather = domain.workspace.open(own.shape, y.dtype, tags[1], engine.chunks)
     launch.multiply_and_push(domain, scatter, engine, a_mk, b_kn, staging.view_as(blocks), own, bias, gather)
     gather.take(blocks)
     return y

@@ -42,21 +42,16 @@ _INTERPRETER_POLLS_PER_SECOND = 10_000
 Replaced = tuple[tuple[str, ...], ...]  # names of arguments, see gpu/launch.py
 
 
-def on_a_gpu(domain: OverlapDomain) -> bool:
-    """Whether kernels are compiled, and not run by the interpreter."""
-    return domain.device.type == "cuda"
-
-
 def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> dict[str, Any]:
     """What tells a kernel of one call the protocol: rank, signals, epoch, counters, time limit, tag. direct: the kernel stores at
     the peers itself, and advances the epoch."""
     counters = call.slot.direct_counters if direct else call.slot.counters
-    timeout_s, on_gpu = domain.config.timeout_s, on_a_gpu(domain)
+    polls_per_s = 1e9 if domain.on_gpu else _INTERPRETER_POLLS_PER_SECOND  # nanoseconds on a GPU
     return dict(
         rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
         counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=call.tag.word,
-        limit=int(timeout_s * (1e9 if on_gpu else _INTERPRETER_POLLS_PER_SECOND)),
+        limit=int(domain.config.timeout_s * polls_per_s),
     )  # fmt: skip
 
 
@@ -257,7 +252,7 @@ def _gather_launch(
     )  # fmt: skip
     # PIECE: elements that are claimed and counted at once, of a chunk of fewer than 2^31 (4 GiB in bf16): 32 KB, which take a CTA
     # a few microseconds; two or more of a chunk in the tests.
-    constants |= dict(DIRECT=sends, PIECE=(1 << 15) // own.itemsize if on_a_gpu(domain) else 64)
+    constants |= dict(DIRECT=sends, PIECE=(1 << 15) // own.itemsize if domain.on_gpu else 64)
     constants |= _protocol_constants(domain, call) | scaling.constants
     grid = grid_size(programs, domain.device, plan.sm_margin)
     arguments |= protocol_arguments(domain, call, sends) | scaling.arguments
@@ -333,7 +328,7 @@ def _portable_constants(plan: EnginePlan, domain: OverlapDomain) -> dict[str, An
     tile = plan.tile
     return dict(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP_M=tile.group_m, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, PRECISION="ieee", TIMED=on_a_gpu(domain),
+        num_stages=tile.num_stages, PRECISION="ieee", TIMED=domain.on_gpu,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..group.domain import OverlapDomain
 from ..group.signals import Tag
 from ..group.slots import Call
 from ..select.method import TWO_SHOTS, WORDS, flagged_bytes, share_bytes
-from .launch import aligned, bias_argument, grid_size, on_a_gpu, protocol_arguments
+from .launch import aligned, bias_argument, grid_size, protocol_arguments
 
 _WARPS = 4
 _PART = 1024  # words that a CTA sends or waits for at once: eight a thread, each 32 of which leave as one packet of 256 bytes
@@ -53,7 +53,7 @@ def all_reduce(
         elements = share_bytes(partial.nbytes, domain.world_size) // partial.itemsize
         shape = torch.Size((2, elements))
     # The interpreter takes long for each piece.
-    piece = _STORED if on_a_gpu(domain) else 1 << max(4, (elements // 32).bit_length())
+    piece = _STORED if domain.on_gpu else 1 << max(4, (elements // 32).bit_length())
     call = domain.workspace.open(shape, partial.dtype, tag)
     values = (partial.data_ptr(), y.data_ptr(), 0 if bias is None else bias.data_ptr())
     key = (shots, partial.shape, sm_margin, bias is None, aligned(*values))
@@ -79,7 +79,7 @@ def _storing_launch(
     if shots == TWO_SHOTS:
         kernel, programs = kernels.two_shot_all_reduce_kernel, pieces * max(1, domain.world_size - 1)
         arguments |= dict(share=call.blocks[0, 0].numel(), counter_ptr=protocol["counter_ptr"])
-    constants = dict(WORLD=domain.world_size, BLOCK=piece, TIMED=on_a_gpu(domain), num_warps=_STORING_WARPS)
+    constants = dict(WORLD=domain.world_size, BLOCK=piece, TIMED=domain.on_gpu, num_warps=_STORING_WARPS)
     replaced = (("partial_ptr",), ("y_ptr",), bias_argument(bias), ("tag",))
     grid = grid_size(programs, domain.device, sm_margin, 1 if sm_margin else _STORING_CTAS)  # several would spare no SM
     return Launch(kernel, grid, arguments, constants, replaced)
@@ -124,7 +124,7 @@ def _launch(
         sent_ptr=call.slot.direct_counters.sent, **{name: protocol[name] for name in _TOLD},
     )  # fmt: skip
     constants |= dict(
-        WORLD=domain.world_size, PER_WORD=4 // unit.itemsize, BLOCK=_PART, TIMED=on_a_gpu(domain), num_warps=_WARPS
+        WORLD=domain.world_size, PER_WORD=4 // unit.itemsize, BLOCK=_PART, TIMED=domain.on_gpu, num_warps=_WARPS
     )
     # A CTA for each part that is sent, or waited for, at once: by an all-reduce to and from all peers together.
     at_once = parts if what == "all_reduce" else parts * max(1, domain.world_size - 1)

@@ -85,9 +85,10 @@ class EnginePlan:
         found: Callable[..., Any] = TABLE[self.reach][self.kind][self.method]
         return found
 
-    def start(self, domain: OverlapDomain, tag: Tag, *operands: torch.Tensor | None) -> Any:
-        """A started engine: AllGatherGemm of x_shard_m, GemmReduceScatter of a_mk and b_kn, GemmAllToAll of a_shard_m, b_kn and
-        perhaps `into`, or AllToAllGemm of the blocks to send, [W, M/W, K/W], each contiguous."""
+    def start(self, domain: OverlapDomain, tag: Tag, *operands: Any) -> Any:
+        """A started engine: AllGatherGemm of x_shard_m; GemmReduceScatter of a_mk, b_kn and perhaps a bias; GemmAllToAll of
+        a_shard_m, b_kn and perhaps `into`; AllToAllGemm of the blocks to send, [W, M/W, K/W], each contiguous; of experts
+        those of dispatch_gemm.py and gemm_combine.py."""
         return self.engine(domain, self, tag, *operands)
 
     @cached_property
@@ -154,29 +155,28 @@ class Planner:
         return EnginePlan(kind, choice.reason, how, kernels, tile, chunks, transfers, order, pass_.dtype)
 
     def sent_again(self, fprop: EnginePlan) -> EnginePlan:
-        """How x is sent again for its weight gradient: in whole blocks by the copy engine, which leaves the SMs to the dgrad
-        beside it; chunks would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
+        """How x is sent again for its weight gradient: by the copy engine, which leaves the SMs to the dgrad beside it; chunks
+        would be pushes for nothing. As in the forward pass where that sends by NCCL, or few rows."""
         method = fprop.method if fprop.method in ("collective", LOW_LATENCY) else "chunked"
-        transfers = transfers_of(fprop.kind, self.topology, chunks=1)
-        return EnginePlan(
-            fprop.kind, "for wgrad", Method(method), LIBRARY, fprop.tile, 1, transfers, fprop.sources, fprop.dtype
-        )
+        return self._in_whole_blocks(fprop.kind, "for wgrad", method, fprop.dtype)
 
-    def amax_gather(self, fprop: EnginePlan, device: torch.device) -> EnginePlan:
-        """How each rank sends the largest elements of its shard to all others."""
-        method = "collective" if fprop.method == "collective" else LOW_LATENCY if device.type == "cuda" else "chunked"
-        order, transfers = sources(self.topology, Kind.AG_GEMM), transfers_of(Kind.AG_GEMM, self.topology, chunks=1)
-        return EnginePlan(
-            Kind.AG_GEMM, "for amax", Method(method), LIBRARY, fprop.tile, 1, transfers, order, torch.float32
-        )
+    def amax_gather(self, by_nccl: bool, device: torch.device) -> EnginePlan:
+        """How each rank sends the largest elements of its shard, or other few numbers, to all others. by_nccl: as what comes
+        after them."""
+        method = "collective" if by_nccl else LOW_LATENCY if device.type == "cuda" else "chunked"
+        return self._in_whole_blocks(Kind.AG_GEMM, "for amax", method, torch.float32)
 
-    def exchange(self, pass_: Pass, config: OverlapConfig, device: torch.device, w: torch.Tensor) -> EnginePlan:
+    def _in_whole_blocks(self, kind: Kind, reason: str, method: str, dtype: torch.dtype) -> EnginePlan:
+        transfers, order = transfers_of(kind, self.topology, chunks=1), sources(self.topology, kind)
+        return EnginePlan(kind, reason, Method(method), LIBRARY, HOPPER_TILE, 1, transfers, order, dtype)
+
+    def exchange(self, pass_: Pass, device: torch.device, w: torch.Tensor) -> EnginePlan:
         """An exchange alone, beside a product of another group."""
-        return self.plan(self.without_product(config), pass_, device, w)
+        return self.plan(self.without_product(), pass_, device, w)
 
-    def without_product(self, config: OverlapConfig) -> Choice:
+    def without_product(self) -> Choice:
         """How an exchange alone runs: by the copy engine, which leaves the SMs to the product of another group beside it."""
-        if config.method == "collective":
+        if self.config.method == "collective":
             return Choice(Method("collective"), "asked for")
         return Choice(Method("chunked"), "beside a product")
 
@@ -256,7 +256,7 @@ def make_plan(
     first = fprop_of(spec, config, world, x, w)
     planner = planner_of(topology, config)
     if spec.replicated:
-        return _all_reducing(spec, config, planner, first, x, w, holds)
+        return _all_reducing(spec, planner, first, x, w, holds)
     sends_again = spec.sends_input and config.gathered_input == "regather"
     if spec.multiplies:
         second = first.dgrad
@@ -270,10 +270,14 @@ def make_plan(
             dgrad_alone = planner.plan(by_itself, second, device, w)
         dgrad = replace(dgrad, beside_wgrad=not dgrad.kind.receives)
     else:
-        fprop = dgrad = dgrad_alone = planner.exchange(first, config, device, w)
+        fprop = dgrad = dgrad_alone = planner.exchange(first, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
     given = takes_scales(config, w)
-    amax = planner.amax_gather(fprop, device) if first.fp8 and not first.blockwise and not given else None
+    amax = (
+        planner.amax_gather(fprop.method == "collective", device)
+        if first.fp8 and not first.blockwise and not given
+        else None
+    )
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     how += f", fp8={config.fp8}{', scales given' * given}" * first.fp8
     methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}
@@ -291,12 +295,12 @@ def make_plan(
 
 
 def _all_reducing(
-    spec: OperatorSpec, config: OverlapConfig, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor,
+    spec: OperatorSpec, planner: Planner, first: Pass, x: torch.Tensor, w: torch.Tensor,
     holds: Callable[[Request], bool] | None,
 ) -> Plan:  # fmt: skip
     """The plan of an operator that all-reduces. first: its forward pass, were its rows sharded. Nobody measures all-reduces, and
     measurements of scatters say half."""
-    topology, pass_ = planner.topology, first if first.kind.reduces else first.dgrad
+    topology, config, pass_ = planner.topology, planner.config, first if first.kind.reduces else first.dgrad
     pass_ = replace(pass_, kind=pass_.kind.engine)  # the weight gradient comes after its sums
     in_forward, world, received = not spec.sends_input, topology.world, spec.slot_bytes(x, w, topology.world)
     most = config.symmetric_mib << 20
@@ -310,7 +314,7 @@ def _all_reducing(
     if shares:
         choice = choice.by(split_reduction=False)
     plan = replace(planner.plan(choice, pass_, x.device, w), shares=shares)
-    gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad, sources=sources(topology, plan.kind.dgrad)))
+    gather = planner.sent_again(replace(plan, kind=plan.kind.dgrad))
     memory, shots = (received * (plan.method != "collective"), 0), ""
     if plan.method == LOW_LATENCY:
         shots = fits[0] if fits else TWO_SHOTS

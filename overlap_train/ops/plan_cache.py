@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..cache import BoundedCache, Key, Value
+from ..cache import BoundedCache
 from ..config import OverlapConfig
 from ..group.domain import OverlapDomain
 from ..group.memory import Request, holds, may_hold, prepare
@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     from .tune_steps import AutotuneRuns
 
 _CONFIGS = (OverlapConfig, type(None))
+_MOST_CALLS = 1024  # that are remembered
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
 OnPlan = Callable[[Plan, Autotune | None], None]
-
-
-class _Bounded(BoundedCache[Key, Value]):
-    most = 1024  # calls
 
 
 def error_here(plan: Plan, domain: OverlapDomain) -> str | None:
@@ -55,8 +52,8 @@ class PlanCache:
 
     def __init__(self, domain: OverlapDomain, measured: Table) -> None:
         self.domain, self.table = domain, measured
-        self.plans: _Bounded[tuple[object, ...], dict[object, Planned]] = _Bounded()
-        self.agreed: _Bounded[tuple[object, ...], bool] = _Bounded()
+        self.plans: BoundedCache[tuple[object, ...], dict[object, Planned]] = BoundedCache(_MOST_CALLS)
+        self.agreed: BoundedCache[tuple[object, ...], bool] = BoundedCache(_MOST_CALLS)
         self.handles: BoundedCache[str, tuple[tuple[object, ...], PlannedOp]] = BoundedCache()
         # By the TP group of calls that exchange in this domain: what ulysses/two_groups.py found of both.
         self.nodes_with: dict[dist.ProcessGroup, tuple[int, int]] = {}
@@ -171,10 +168,10 @@ class PlanCache:
                 found[key] = plan, (x, w, bias)
         return list(found.values())
 
-    def end_run(self, trial: Autotune, name: str) -> None:
+    def end_run(self, run: Autotune, name: str) -> None:
         """The linear `name` has made the calls of an autotune run. Communicates. All plans are made again: the winners are also
         for calls without gradients and for frozen weights, and no two ranks may go by different tables."""
-        found = self.runs.end(trial, self.table, name)
+        found = self.runs.end(run, self.table, name)
         self.table = {**self.table, **{winner.measured.bucket: winner for winner in found}}
         self.plans.clear()
         self.handles.clear()
@@ -262,7 +259,7 @@ def op_of(
     if planned.run is None:
         _caches[group].handles.put(name, (now, op))
     if on_plan is not None:
-        on_plan(op.plan, planned.trial)
+        on_plan(op.plan, planned.next_run)
     return op
 
 
@@ -297,8 +294,8 @@ def plan_of(
     planned = planned if problem is None else None  # which `agree` raises, also of a plan that is known
     with domain.exclusively(name):
         planned = planned or cache.agree(key, spec, operands, config or cache.defaults, name, problem)
-        if planned.is_due(name) and planned.trial is not None:  # also of a length, or a weight, that is new
-            cache.end_run(planned.trial, name)
+        if planned.is_due(name) and planned.next_run is not None:  # also of a length, or a weight, that is new
+            cache.end_run(planned.next_run, name)
             planned = cache.agree(key, spec, operands, config or cache.defaults, name)
         return planned
 

@@ -21,14 +21,23 @@ from .plan import Plan
 Scope = AbstractContextManager[None]
 
 
+class Ranges(NamedTuple):
+    """What profilers call the passes of one linear. gather: of an all-reduce's sums."""
+
+    fprop: str
+    dgrad: str
+    wgrad: str
+    gather: str
+
+
 class PassTags(NamedTuple):
-    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges). wgrad: of a gather
-    for it, or of sums."""
+    """How the passes of one linear are known to its peers (fprop, dgrad, wgrad) and to profilers (ranges). wgrad: of the gather
+    for it, or of that of an all-reduce's sums."""
 
     fprop: Tag
     dgrad: Tag
     wgrad: Tag
-    ranges: list[str]
+    ranges: Ranges
 
 
 class Turn(NamedTuple):
@@ -53,7 +62,7 @@ class _BackwardScopes(dict[tuple[bool, bool], Scope]):
         slots = max(slots, plan.slots_of_amax * plan.dgrad.kind.receives)
         gathers = wgrad is not None or not plan.spec.sends_input
         begins_with_barrier = wants_dx and plan.dgrad.variant.barrier_first and gathers
-        scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges[1])
+        scope: Scope = self._op.domain.operator(tags.dgrad, slots, begins_with_barrier, tags.ranges.dgrad)
         return self.setdefault(wanted, self._op.timed(scope, tags.dgrad) if wants_dx else scope)
 
 
@@ -73,17 +82,17 @@ class PlannedOp:
         self._name, self.turn = name, turn
         # Methods are not in the tags: ranks have agreed on these already.
         what = ", ".join([plan.spec.name, plan.request.shapes, *meaning])
-        passes = ("fprop", "dgrad", "wgrad") if plan.gather is None else ("fprop", "dgrad", "gather", "wgrad")
         short = name.rpartition(".")[2].removeprefix("linear_").removesuffix("_layer")
-        ranges = [f"{short}/{pass_}" for pass_ in passes]
-        fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in passes[:3])
+        ranges = Ranges(*(f"{short}/{pass_}" for pass_ in Ranges._fields))
+        last = "wgrad" if plan.gather is None else "gather"
+        fprop, dgrad, wgrad = (Tag(f"{name}/{pass_}", what) for pass_ in ("fprop", "dgrad", last))
         self.tags = PassTags(fprop, dgrad, wgrad, ranges)
         slots = max(plan.fprop.slots, plan.slots_of_amax * plan.fprop.kind.receives)
-        forward = domain.operator(fprop, slots, plan.fprop.variant.barrier_first, ranges[0])
+        forward = domain.operator(fprop, slots, plan.fprop.variant.barrier_first, ranges.fprop)
         self.forward = self.timed(forward, fprop)
         self.backward = _BackwardScopes(self)
         if plan.gather is not None:
-            self.gather = domain.operator(wgrad, plan.gather.slots, shown_as=ranges[2])
+            self.gather = domain.operator(wgrad, plan.gather.slots, shown_as=ranges.gather)
         self._amax = Tag(f"{name}/amax", what)
         for tag in (dgrad, wgrad, self._amax):
             domain.fault.register(tag)
@@ -137,11 +146,11 @@ class Planned:
     def compares(self) -> bool:
         """Whether a rank that has another number of rows is found by its signals. NCCL would not find it, and `collective` always
         takes its turn."""
-        engines, on_gpu = (self.plan.fprop, self.plan.dgrad), self.domain.device.type == "cuda"
-        return self.run is None and all(engine.slots or not on_gpu for engine in engines)
+        engines = (self.plan.fprop, self.plan.dgrad)
+        return self.run is None and all(engine.slots or not self.domain.on_gpu for engine in engines)
 
     @property
-    def trial(self) -> Autotune | None:
+    def next_run(self) -> Autotune | None:
         """The autotune run in which a linear takes part by its next call. None in a CUDA graph, where ranks cannot tell each
         other anything: it keeps its plan whatever the run finds."""
         return None if self.run is None or self.domain.is_capturing() else self.run

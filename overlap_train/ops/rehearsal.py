@@ -31,7 +31,6 @@ from .grouped import GroupedProduct
 from .launch_experts import dispatch_and_multiply, multiply_and_combine
 from .messages import open_rows
 from .plan import EnginePlan, Plan
-from .planned import PassTags
 from .product import BlockMatrix, Fp8Matrix, Right
 from .quantize import FORWARD, GRADIENT
 from .spec import Operands
@@ -201,7 +200,7 @@ def _rehearse(
         if is_read:
             gather.gathered_view()
     elif engine.shares:
-        sums_sent_on(domain, engine, PassTags(_TAG, _TAG, _TAG, []), b_kn.new_empty(rows, k), b_kn, bias)
+        sums_sent_on(domain, engine, (_TAG, _TAG), b_kn.new_empty(rows, k), b_kn, bias)
     elif kind.reduces:
         engine.start(domain, _TAG, sent, right, bias).finish()
     else:

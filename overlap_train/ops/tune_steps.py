@@ -71,7 +71,7 @@ class AutotuneRuns:
         """The winners, the same on all ranks. Communicates. Rank 0 of the group stores them, for the next run; rank 0 of the job
         prints them. name: of the linear whose call ends the run."""
         domain, what = self._domain, f"{name}: tell what each method took in {run.steps} calls"
-        of_all_ranks = domain.agreement.exchange(run.times(), what, kind="end of a trial")
+        of_all_ranks = domain.agreement.exchange(run.times(), what, kind="end of an autotune run")
         self._runs[self._key(run.fprop)] = None
         found = winners(run.fprop, of_all_ranks, known, domain.device, domain.topology.nodes)
         where = _save(domain, found) if domain.rank == 0 else ""

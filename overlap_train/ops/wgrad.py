@@ -29,8 +29,7 @@ class WeightGradient:
     16-bit main_grad, to be rounded once and not by each part.
 
     main_grad: as in OverlapConfig. ctx: of the autograd function, whose tensor `number` the weight is, or what has its edges as
-    next_functions; None: not known. store:
-    gets the product, instead of backward; what is added must then stay as it is.
+    next_functions; None: not known. store: gets the product, instead of backward; what is added must then stay as it is.
     """
 
     def __init__(

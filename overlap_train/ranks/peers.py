@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -149,7 +150,7 @@ class Peers:
     def go_on(self) -> None:
         """This rank comes to another call: an error before its operator had begun was no failure, if it was caught."""
         self.takes_back = False
-        self._store.delete_key(f"failure/{self.rank}")
+        answer_soon(partial(self._store.delete_key, f"failure/{self.rank}"))
 
     def tell(self, error: BaseException, call: str, end: str, begun: bool = True) -> None:
         """Tell the peers of an error of this rank. call: where it was raised; empty: outside of operators. end: see Failure.

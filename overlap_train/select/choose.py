@@ -13,7 +13,7 @@ import torch
 from .cost import NOISE, Estimate, reach_of, sum_us
 from .method import LOW_LATENCY, NAMES, Method, Pass, serving
 from .system import System
-from .table import Table, Winner, quickest_way
+from .table import Table, Winner, quickest_variant
 from .tiles import HOPPER_TILE, count_waves, on_hopper
 
 # If the host needs more than this part of the GPU's time to launch a method, a layer may wait for the host.
@@ -41,11 +41,10 @@ def fastest(took: Mapping[Method, Estimate], default: str, noise: float = NOISE)
 
     Times that differ by no more than `noise` are equal. If launches show in the time of the fastest, methods within twice the
     noise are equal, and the one with the least host time wins. `collective` wins against equals only as the default: a burst
-    flatters it. Of one method the plain way stays unless options make it faster by more than table.SAME. A method must have run
-    plainly.
+    flatters it. Of one method the plain variant stays unless options make it faster by more than table.SAME. It must have run.
     """
     us = {how: one.us for how, one in took.items()}
-    best = {how.name: quickest_way(us, how.name) or how for how in took if how.is_plain}
+    best = {how.name: quickest_variant(us, how.name) or how for how in took if how.is_plain}
     of = {name: took[how] for name, how in best.items()}
     late = {name for name, one in of.items() if one.host_us > _LAUNCHES_THAT_SHOW * one.us}
     equal = _equal(of, noise)
@@ -162,13 +161,13 @@ def _system_of(pass_: Pass, device: torch.device | System) -> System:
 
 def with_options(name: str, pass_: Pass, system: System, winner: Winner | None = None, nodes: int = 1) -> Method:
     """How a method runs a pass: as measured, else as the rules say."""
-    measured = None if winner is None else quickest_way(winner.ms, name)
+    measured = None if winner is None else quickest_variant(winner.ms, name)
     if not reach_of(nodes).has_rules:
         return measured or Method(name)
     if system.type != "cuda":
         return Method(name)
     by_rules = _by_rules(pass_, name, system)
-    if winner is None or measured is None:  # an autotune run times one way, which is the rules'
+    if winner is None or measured is None:  # an autotune run times one variant, which is the rules'
         return by_rules
     # Rows that share a measurement may have other waves.
     saves = winner.measured != pass_ and measured.cuts and _saves_a_wave(pass_, system)

@@ -1,4 +1,4 @@
-"""One pass of one operator, as the choice of a method sees it, and the methods: in which ways it can run, each with its options.
+"""One pass of one operator, as the choice of a method sees it, and the methods by which it can run, each with its options.
 When to take which: docs/choosing.md.
 
               pushes  cuts  kernels  multiplies  crosses
@@ -131,7 +131,7 @@ class Method:
     whole: every block in one piece, where `fused` would cut it into chunks (fewer pushes, a longer tail).
     split_reduction: `fused` leaves a scatter's partials to a second kernel, after what its caller does meanwhile: a column
     linear's weight gradient. Own rows may then share tiles with those of peers, which can save a wave of tiles, or half of one.
-    barrier_first: the ranks meet before they begin, because the pushes of skewed ranks collide.
+    barrier_first: a barrier comes first, because the pushes of skewed ranks collide.
     chunks: one of CHUNK_COUNTS, where a group spans nodes: into how many each block is cut. 0: as many as the plan works out.
     """
 

@@ -106,15 +106,15 @@ class Winner:
     ms: Mapping[Method, float]
 
 
-def quickest_way(times: Mapping[Method, float], name: str) -> Method | None:
-    """The fastest way in which a method ran, which the plain one is unless another is faster by more than SAME; None where
+def quickest_variant(times: Mapping[Method, float], name: str) -> Method | None:
+    """The fastest variant of a method that ran, which is the plain one unless another is faster by more than SAME; None where
     fewer than two were measured, or the plain one was not."""
-    ways = {how: time for how, time in times.items() if how.name == name}
+    variants = {how: time for how, time in times.items() if how.name == name}
     plain = Method(name)
-    if len(ways) < 2 or plain not in ways:
+    if len(variants) < 2 or plain not in variants:
         return None
-    quickest = min(ways, key=lambda how: ways[how])
-    return quickest if ways[quickest] < (1 - SAME) * ways[plain] else plain
+    quickest = min(variants, key=lambda how: variants[how])
+    return quickest if variants[quickest] < (1 - SAME) * variants[plain] else plain
 
 
 Table: TypeAlias = Mapping[Bucket, Winner]  # the winners of one key

@@ -270,7 +270,7 @@ class Linear:
     def _add(self, dw: WeightGradient, part: Part, dy: torch.Tensor, x: torch.Tensor, leaves: bool) -> None:
         """Add a part's share to dw. leaves: a gradient of x is being sent meanwhile, by plan.dgrad."""
         beside = part.exchange.plan.dgrad if leaves else None
-        with profiled(part.exchange.tags.ranges[2]), part.exchange.domain.span.products_beside(beside):
+        with profiled(part.exchange.tags.ranges.wgrad), part.exchange.domain.span.products_beside(beside):
             dw.add(dy, x)
 
     def _timed(self, turn: Turn, is_forward: bool) -> AbstractContextManager[None]:
@@ -354,7 +354,7 @@ def _parts(
     turn = run = None
     if settings.tune_steps:
         planned = plan(operands[0], config, tries=True)
-        run, method = planned.trial, planned.next_method(name)
+        run, method = planned.next_run, planned.next_method(name)
         if planned.run is not None and method is not None:
             turn, config = Turn(planned.run, name, method), settings.by(method)
     parts = tuple(

@@ -119,7 +119,7 @@ class Part:
         """The step in which this rank sends once more, for the weight gradient, what forward has sent."""
         domain, plan, tags = self.exchange.domain, self.exchange.plan.wgrad, self.exchange.tags
         assert plan is not None, "what forward has received was kept"
-        scope = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges[2])
+        scope = domain.operator(tags.wgrad, plan.slots, shown_as=tags.ranges.wgrad)
         return Step(domain, plan, tags.wgrad, scope, give, read)
 
 

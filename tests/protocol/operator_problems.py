@@ -31,12 +31,10 @@ def gathers(
     columns: int = TILE,
     before: Before | None = None,
     complete: bool = False,
-    again: bool = False,
 ) -> Build:
     """Calls of all_gather(x [TILE, TILE] of each rank, two chunks) @ b [TILE, columns] of this rank + bias [columns].
 
     complete: all of x is waited for before the product, as for the weight gradient of a row linear with frozen input.
-    again: the result is that of a second product with the same gathered x.
     """
     x = integers(calls, machine.world_size, TILE, TILE, seed=1)
     b, bias = integers(machine.world_size, TILE, columns, seed=2), integers(columns, seed=9)
@@ -44,8 +42,6 @@ def gathers(
     def run(domain: SimulatedDomain, own: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
         plan = domain.plan(method, own, mine.t()).fprop
         gather = plan.start(domain, planned_tag(domain, "gather"), own)
-        if again:
-            gather.matmul(mine * 2)
         return gather.gathered_view() @ mine + bias if complete else gather.matmul(mine, bias)
 
     return _calls(machine, run, x, b, x.flatten(1, 2)[:, None] @ b + bias, before)

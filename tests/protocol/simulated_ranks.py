@@ -95,7 +95,7 @@ class Simulation:
         scheduler.patch(core("ops.low_latency"), "grid_size", lambda *args: (self.ctas,))
         scheduler.patch(core("ops.low_latency"), "_PART", WORDS_AT_ONCE)
         scheduler.patch(core("group.copy_engine"), "poll", _poll_under(scheduler))
-        scheduler.patch(core("group.waits"), "wait_for_word", _wait_under(scheduler))
+        scheduler.patch(core("group.waits"), "poll", _poll_under(scheduler))
         # The interpreter has no device clock.
         scheduler.patch(core("kernels.signal"), "clock", lambda spins, TIMED: spins)
         if scheduler.host_fault is not None:
@@ -286,7 +286,7 @@ class _Stepwise:
 
 
 def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
-    """`watchdog.poll` with the scheduler's pause, and turns for a clock."""
+    """`signals.poll` with the scheduler's pause, and turns for a clock."""
 
     def poll(ready: Callable[[], bool], timeout_s: float, pause: object = None, late: object = None) -> bool:
         turns = 0
@@ -298,17 +298,6 @@ def _poll_under(scheduler: Scheduler) -> Callable[..., bool]:
         return True
 
     return poll
-
-
-def _wait_under(scheduler: Scheduler) -> Callable[..., bool]:
-    """`signals.wait_for_word` with the scheduler's pause."""
-    poll = _poll_under(scheduler)
-
-    def wait_for_word(word: torch.Tensor, expected: int, timeout_s: float, late: object) -> bool:
-        arrived = core("group.signals").has_arrived
-        return poll(lambda: arrived(word.item(), expected), timeout_s)
-
-    return wait_for_word
 
 
 class Memory:

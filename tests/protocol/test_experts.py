@@ -198,7 +198,9 @@ def test_overflow_and_chunked_calls_in_turn() -> None:
 def _as_on_gpus() -> Any:
     """Counts travel as flagged words, by the kernel of GPUs in the interpreter."""
     plain = Planner.amax_gather
-    return mock.patch.object(Planner, "amax_gather", lambda self, own, _: plain(self, own, torch.device("cuda")))
+    return mock.patch.object(
+        Planner, "amax_gather", lambda self, by_nccl, _: plain(self, by_nccl, torch.device("cuda"))
+    )
 
 
 def _by_words(rank: int, world: int) -> None:

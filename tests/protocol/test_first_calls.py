@@ -22,8 +22,8 @@ from overlap_train import (
     linear_reduce_scatter,
     shutdown,
 )
+from overlap_train.group import slots
 from overlap_train.group.registry import made_domain
-from overlap_train.group.slots import Calls
 from overlap_train.ops import plan_cache as plan_book
 from tests.processes import run_ranks, values
 
@@ -59,7 +59,7 @@ def test_80_layers_of_one_shape_agree_once() -> None:
 
 
 def _many_lengths(rank: int, world: int) -> tuple[int, int]:
-    plan_book._Bounded.most = Calls.most = 2  # of this process; at most twice that is kept
+    plan_book._MOST_CALLS = slots._MOST_CALLS = 2  # of this process; at most twice that is kept
     for rows in [*range(1, 11), *range(1, 11)]:
         y = _column(OverlapConfig(method="chunked"), rows=rows)
         assert bool((y == 8).all())

@@ -22,7 +22,7 @@ from overlap_train.kernels import hopper_experts as experts
 from overlap_train.kernels import hopper_gemm_combine as combine
 from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
-from overlap_train.ops.expert_tables import Tables, chunk_count
+from overlap_train.ops.expert_tables import Tables, expert_chunks
 from overlap_train.ops.grouped import BlockProduct, GroupedProduct
 from tests.protocol.tables_of_experts import tables_of
 from tests.unit.hopper_model import ORDER, python_of
@@ -256,7 +256,7 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
             Pointer(x[torch.argsort(order[rank])].ravel()), Pointer(order[rank]), Pointer(places), Pointer(numbers),
             *(Pointer(each.ravel()) for each in (own.tables.pieces, own.tables.peers)), _sending(warps), WORD, K, STEP,
         )  # fmt: skip
-    chunks = range(chunk_count(here))
+    chunks = range(expert_chunks(here))
     for rank, own in enumerate(group):
         assert own.signals == {source * MAX_CHUNKS + chunk: WORD for source in range(world) for chunk in chunks}
         rows = placed(counts, rank)

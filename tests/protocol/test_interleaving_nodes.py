@@ -66,7 +66,7 @@ IN, OUT = "x mm x x mm mm x mm mm", "mm x mm mm x mm mm x mm x mm mm"
     ],
 )  # fmt: skip
 def test_exchanges_are_enqueued_between_products(operator: str, method: str, order: str, enqueued: list[str]) -> None:
-    """Two nodes of one rank, four chunks (schedule/turns.py). x: an exchange, mm: a product by the library, k: a kernel."""
+    """Two nodes of one rank, four chunks (schedule/inter_node.py). x: an exchange, mm: a product by the library, k: a kernel."""
     run_seed(PROBLEMS[operator](method, NodeSimulation(2, chunks=4), 1), 0)
     short = ["mm" if "mm" in name else {"kernel": "k", "x": "x"}.get(name, "") for name in enqueued]
     found = " ".join(name for name in short if name and (method == "fused" or name != "k"))

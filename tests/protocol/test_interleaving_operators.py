@@ -51,14 +51,8 @@ def test_fused_passes_where_a_chunk_has_fewer_tiles_than_its_block() -> None:
 
 
 @pytest.mark.parametrize("device_waits", [False, True])
-def test_a_deferred_reduction_passes(device_waits: bool) -> None:
+def test_a_split_reduction_passes(device_waits: bool) -> None:
     assert_passes(scatters("fused", Simulation(2, device_waits=device_waits), split_reduction=True), range(6))
-
-
-@pytest.mark.parametrize("method", ["chunked", "fused", "direct"])
-def test_what_is_gathered_can_be_multiplied_twice(method: str) -> None:
-    """The tile counter of a persistent kernel is used up after the first product."""
-    assert_passes(gathers(method, Simulation(2), again=True), range(4))
 
 
 @pytest.mark.parametrize(("method", "device_waits"), [("fused", False), ("chunked", True), ("chunked", False)])

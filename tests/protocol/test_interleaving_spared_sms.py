@@ -1,6 +1,6 @@
 """Products of GPUs across nodes leave the network its SMs: all that run beside an exchange do, and go back to all SMs afterwards.
 
-NCCL's kernels hold SMs while they wait. A product that counts on these takes up to twice as long (gpu/blas.py).
+NCCL's kernels hold SMs while they wait. A product that counts on these takes up to twice as long (gpu/driver.py).
 """
 
 from __future__ import annotations

@@ -95,6 +95,26 @@ def _raised_in_different_places(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+def _begins_where_the_store_is_gone(rank: int, world: int) -> bool:
+    """An error before an operator began has been told to the peers. When the next one begins, the store does not take it back."""
+    case, x, w = _case(), torch.ones(4, 8), torch.ones(8, 8)
+    _exact(case)
+    domain = made_domain(case.group)
+    assert domain is not None
+    peers = domain.agreement.peers
+    peers.takes_back = True
+    with mock.patch.object(peers, "_store", mock.Mock(delete_key=mock.Mock(side_effect=dist.DistNetworkError("gone")))):
+        _exact(case)
+    peers.takes_back = True
+    with mock.patch.object(peers, "go_on", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        all_gather_linear(x, w, group=case.group, config=case.config)
+    return domain.in_use._is_owned()  # type: ignore[attr-defined]
+
+
+def test_an_operator_that_cannot_begin_keeps_no_lock() -> None:
+    assert values(run_ranks(2, _begins_where_the_store_is_gone, limit_s=60)) == [False] * 2
+
+
 def test_ranks_that_raised_in_different_places_do_not_go_on() -> None:
     first, second = values(run_ranks(2, _raised_in_different_places, limit_s=60))
     assert "rank 0 is in all_gather_linear/fprop/barrier [barrier after an error, slots used 0, 0, 0 times]" in first

@@ -27,7 +27,7 @@ from overlap_train.select.system import SYSTEMS, System
 from overlap_train.select.table import UNTUNED, Table, Winner
 from overlap_train.select.tiles import chunks_of
 from overlap_train.tools.measure.cases import Case
-from overlap_train.tools.tune.candidates import ways_of
+from overlap_train.tools.tune.candidates import variants_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -318,7 +318,7 @@ BARRIER = Method("fused", barrier_first=True)
 
 
 @pytest.mark.parametrize(
-    ("pass_", "name", "ways"),
+    ("pass_", "name", "variants"),
     [
         (FC1, "fused", {FUSED, BARRIER, WHOLE, Method("fused", whole=True, barrier_first=True)}),
         (FC1, "chunked", {Method("chunked"), Method("chunked", barrier_first=True)}),
@@ -327,13 +327,13 @@ BARRIER = Method("fused", barrier_first=True)
         (replace(FC1, m=512), "fused", {FUSED}),
     ],
 )
-def test_the_options_that_are_tried(pass_: Pass, name: str, ways: set[Method]) -> None:
-    found = ways_of(pass_, name, H200)
-    assert set(found) == ways and len(found) == len(ways) and found[0].is_plain
+def test_the_options_that_are_tried(pass_: Pass, name: str, variants: set[Method]) -> None:
+    found = variants_of(pass_, name, H200)
+    assert set(found) == variants and len(found) == len(variants) and found[0].is_plain
 
 
 def test_across_nodes_numbers_of_chunks_are_tried() -> None:
     far = replace(FC1, m=65536)
-    counts = {way.chunks for way in ways_of(far, "fused", H200, nodes=2)}
-    assert counts >= {0, 1, 2} and all(way.name == "fused" for way in ways_of(far, "fused", H200, nodes=2))
-    assert ways_of(far, "collective", H200, nodes=2) == [Method("collective")]
+    counts = {one.chunks for one in variants_of(far, "fused", H200, nodes=2)}
+    assert counts >= {0, 1, 2} and all(one.name == "fused" for one in variants_of(far, "fused", H200, nodes=2))
+    assert variants_of(far, "collective", H200, nodes=2) == [Method("collective")]

@@ -62,7 +62,7 @@ def one_a_bucket(cases: Iterable[Case], ranks: int) -> list[Case]:
     return list(found.values())
 
 
-def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1) -> list[Method]:
+def variants_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 1) -> list[Method]:
     """The options of a method that are worth a measurement, plain first.
 
     Across nodes: numbers of chunks that cut a block into equal ones, none too short for a message. Inside a node: whole blocks,
@@ -90,15 +90,15 @@ def ways_of(pass_: Pass, name: str, device: torch.device | System, nodes: int = 
 
 @torch.no_grad()
 def tune_case(case: Case, domain: OverlapDomain, session: Session) -> Winner | None:
-    """The winner of one pass, None if no method works: of those that give the right result on every rank, each in all its ways.
-    What fails is left out and noted in the results. Collective."""
+    """The winner of one pass, None if no method works: of those that give the right result on every rank, in all variants. What
+    fails is left out and noted in the results. Collective."""
     world, results = session.world, session.results
     planned, nodes = case.planned(world.size, session.dtype), domain.topology.nodes
     default = untuned(planned, world.device, nodes).method
     inputs, calls = inputs_of(case, session), dict[Method, Call]()
     run_of = _backward if planned.kind.before_wgrad else overlapped
     for name in filter(reach_of(nodes).may_choose, serving(session.methods, planned)):
-        for how in ways_of(planned, name, domain.device, nodes):
+        for how in variants_of(planned, name, domain.device, nodes):
             run = run_of(case, domain, Choice(how, "a candidate"), inputs.first)
             problem = problem_of(case.name, run, inputs, world, inputs.check)
             if problem is None:
