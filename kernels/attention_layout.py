@@ -21,7 +21,7 @@ def unpack_kernel(
     packed_ptr, bias_ptr, rows_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, batch,
     q_row, q_batch, q_head, k_row, k_batch, k_head, v_row, v_batch, v_head,
     HEADS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """q, k, v from packed + bias. HEADS: query + 2 kv. PAIRS, REST: powers of two not below ROTATED / 2 and DIM - ROTATED."""
     number, item, head = place_of(tl.program_id(0), batch, BLOCK_H)
@@ -32,15 +32,15 @@ def unpack_kernel(
     v = (v_ptr + row * v_row + item * v_batch, v_head)
     if ROTATED > 0:
         first, second, inside = _pairs(head, HEADS, ROTATED, INTERLEAVED, PAIRS)
-        x1 = packed_features(packed_ptr, bias_ptr, head, first, inside, DIM, HAS_BIAS)
-        x2 = packed_features(packed_ptr, bias_ptr, head, second, inside, DIM, HAS_BIAS)
+        x1 = packed_features(packed_ptr, bias_ptr, head, first, inside, DIM)
+        x2 = packed_features(packed_ptr, bias_ptr, head, second, inside, DIM)
         inside &= row >= 0
         cos1, sin1, cos2, sin2 = _angles(cos_ptr, sin_ptr, row, head, first, second, inside, PER_GROUP, ROTATED)
         store_heads(q, k, v, head, first, x1 * cos1 - x2 * sin1, inside, PER_GROUP)
         store_heads(q, k, v, head, second, x2 * cos2 + x1 * sin2, inside, PER_GROUP)
     if ROTATED < DIM:
         feature, inside = _rest(head, HEADS, DIM, ROTATED, REST)
-        x = packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM, HAS_BIAS)
+        x = packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM)
         store_heads(q, k, v, head, feature, x, inside & (row >= 0), PER_GROUP)
 
 
@@ -100,11 +100,11 @@ def _rest(head, HEADS: tl.constexpr, DIM: tl.constexpr, ROTATED: tl.constexpr, R
 
 
 @triton.jit
-def packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM: tl.constexpr, HAS_BIAS: tl.constexpr):
+def packed_features(packed_ptr, bias_ptr, head, feature, inside, DIM: tl.constexpr):
     """Features of heads in a packed row, plus bias, in fp32."""
     place = head[:, None] * DIM + feature[None, :]
     x = tl.load(packed_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         x += tl.load(bias_ptr + place, mask=inside, other=0.0).to(tl.float32)
     return x
 

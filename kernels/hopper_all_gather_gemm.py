@@ -65,7 +65,7 @@ def _load(panels, tiles, own_desc, gathered_desc, b_desc, b_half_desc, words, si
         else:
             word, upper_word = signal_word(source, chunk), signal_word(upper_source, upper_chunk)
             upper_word = gl.where(upper_source == rank, word, upper_word)
-            wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
+            wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit)
             fence_for_tma()
             row += source * m_shard
             if upper_source == rank:

@@ -47,7 +47,7 @@ def _load(panels, tiles, own_desc, received_desc, b_desc, b_half_desc, words, si
         for distance in range(1, WORLD):
             source = received_block(distance, rank, WORLD, LOCAL)
             word, upper_word = signal_word(source, chunk), signal_word(source, upper_chunk)
-            wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
+            wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit)
             fence_for_tma()
             above = source * m_shard
             step = load_tile_or_half(panels, step, received_desc, received_desc, b_desc, b_half_desc, above + upper, above + row,

@@ -29,11 +29,6 @@ SLICE = gl.constexpr(8)  # rows of a quarter that the storing warps have in regi
 
 
 @gluon.jit
-def count_tiles(pairs_ptr, n, BLOCK_N: gl.constexpr):
-    return gl.load(pairs_ptr) * gl.cdiv(n, BLOCK_N)
-
-
-@gluon.jit
 def tile_of_experts(index, pairs_ptr, n, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
     """Tile `index` -> (expert, first row, end of the expert's rows, chunk, tile column)."""
     pair, tile_n = tile_in_groups(index, gl.load(pairs_ptr), gl.cdiv(n, BLOCK_N), GROUP_M)
@@ -55,7 +50,7 @@ def load_experts(panels, tiles, desc, b_desc, pairs_ptr, segments_ptr, counter_p
     """The loading warp: claims tiles, and brings the strips of their pairs, and the panels of their expert's B, through the ring.
     WAITS: once their rows are here. REVERSED: the last expert's B comes first."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
-    bound = count_tiles(pairs_ptr, n, BLOCK_N)
+    bound = gl.load(pairs_ptr) * gl.cdiv(n, BLOCK_N)
     k_steps, height = gl.cdiv(k, BLOCK_K), n if B_IS_NK else k
     here = gl.full([], 0, gl.int64)  # a bit for each signal that has been waited for
     step = 0

@@ -33,7 +33,6 @@ from .hopper_tiles import (
     PARTS,
     WARPS,
     add_half,
-    add_halves,
     claim_tile,
     fence_for_tma,
     load_halves,
@@ -79,7 +78,7 @@ def _load(panels, tiles, a_desc, b_desc, b_half_desc, received_desc, counter_ptr
             for source in gl.static_range(WORLD):
                 if REDUCE and source != rank:
                     word, upper_word = signal_word(source, chunk), signal_word(source, upper_chunk)
-                    wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit, True)
+                    wait_both(signals_ptr, upper_word, word, expected, abort_ptr, record_ptr, limit)
                     fence_for_tma()
                     above = source * m_shard
                     step = load_halves(
@@ -128,7 +127,8 @@ def _multiply(panels, tiles, outbox, b_desc, b_half_desc, received_desc, bias_pt
             if REDUCE and target == rank:
                 # In the order of ranks. Unrolled, the additions came last and 550 bytes spilled.
                 for _ in range(WORLD - 1):
-                    left, right, step = add_halves(panels, step, left, right, received_desc, PART, STAGES)
+                    left, step = add_half(panels, step, left, received_desc, PART, STAGES)
+                    right, step = add_half(panels, step, right, received_desc, PART, STAGES)
                 left = plus_bias(left, bias_ptr, col, n)
                 right = plus_bias(right, bias_ptr, col + HALF, n)
                 if gl.load(abort_ptr, volatile=True) != 0:  # a wait gave up: what was added must not look like a result

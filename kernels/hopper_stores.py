@@ -29,13 +29,6 @@ def split_tile(acc, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
-def store_inside(out_desc, quarter, chunk, row, col):
-    """Store a quarter tile by TMA at (row, col) of a chunk, as far as it lies inside."""
-    block = reinterpret(quarter, out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
-    tma_store(out_desc, [chunk, row, col], block)
-
-
-@gluon.jit
 def make_outbox(desc, BUFFERS: gl.constexpr):
     """make_outbox_of quarters that `desc` stores, whose blocks are [1, ROWS, COLS / 2]."""
     rows: gl.constexpr = desc.block_type.shape[1]
@@ -87,7 +80,9 @@ def store_strip(out_desc, outbox, turn, chunk, row, col, halves, PART: gl.conste
     cols: gl.constexpr = out_desc.block_type.shape[2]
     for half in range(halves):
         mbarrier.wait(full.index(PART * 2 + half), turn & 1)
-        store_inside(out_desc, quarters.index((BUFFERS - 1) * PART * 2 + half), chunk, row, col + half * cols)
+        quarter = quarters.index((BUFFERS - 1) * PART * 2 + half)
+        block = reinterpret(quarter, out_desc.dtype, out_desc.block_type.shape, out_desc.layout)
+        tma_store(out_desc, [chunk, row, col + half * cols], block)  # as far as it lies inside
         tma.store_wait(0)
         mbarrier.arrive(free.index(PART * 2 + half), count=1)
 

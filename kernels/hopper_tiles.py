@@ -222,16 +222,8 @@ def load_halves(panels, step, desc, upper_row, lower_row, col, halves, STAGES: g
 
 
 @gluon.jit
-def add_halves(panels, step, left, right, desc, PART: gl.constexpr, STAGES: gl.constexpr):
-    """A multiplying group: (left, right) + its strip of the halves that load_halves brought, in fp32."""
-    left, step = add_half(panels, step, left, desc, PART, STAGES)
-    right, step = add_half(panels, step, right, desc, PART, STAGES)
-    return left, right, step
-
-
-@gluon.jit
 def add_half(panels, step, values, desc, PART: gl.constexpr, STAGES: gl.constexpr):
-    """A multiplying group: values + its strip of one half, in fp32."""
+    """A multiplying group: values + its strip of one of the halves that load_halves brought, in fp32."""
     _, _, panel_full, panel_free = panels
     stage = step % STAGES
     mbarrier.wait(panel_full.index(stage), step // STAGES & 1)

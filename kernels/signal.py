@@ -95,12 +95,12 @@ def note_wait(abort_ptr, record_ptr, word, expected, elapsed):
 
 
 @triton.jit
-def wait_both(signals_ptr, first, last, expected, abort_ptr, record_ptr, limit, TIMED: tl.constexpr):
-    """wait_signal for two signals, which may be the same one. In a loop, so that the code of a wait is there once."""
+def wait_both(signals_ptr, first, last, expected, abort_ptr, record_ptr, limit):
+    """wait_signal on a GPU for two signals, which may be the same one. In a loop, so that the code of a wait is there once."""
     word = last
     waiting = True
     while waiting:
-        wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, TIMED)
+        wait_signal(signals_ptr, word, expected, abort_ptr, record_ptr, limit, True)
         waiting = word != first
         word = first
 

@@ -132,9 +132,8 @@ def unpack_by_kernel(
     from ..kernels.attention_layout import unpack_kernel
 
     tables, constants, blocks = _launch(packed, rows, into, rotary)
-    bias_at = packed if bias is None else bias.contiguous()
-    grid = (packed.shape[0] * packed.shape[1], blocks)
-    unpack_kernel[grid](packed, bias_at, *tables, HAS_BIAS=bias is not None, **constants)
+    bias = bias if bias is None else bias.contiguous()
+    unpack_kernel[packed.shape[0] * packed.shape[1], blocks](packed, bias, *tables, **constants)
 
 
 def pack_by_kernel(grads: Heads, rows: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

@@ -137,7 +137,7 @@ class Warps:
         names |= dict(claim=self.claim, notify_peer=self.notify_peer, wait_signal=self.wait, load_tile=self.load_tile)
         names |= dict(signal_word=ORDER["signal_word"], next_word=lambda *args: WORD, claim_tile=self.claim_tile)
         names |= dict(next_tile=self.next_tile, take_quarter=self.take_quarter, leave_quarter=lambda *args: None)
-        for name in ("count_tiles", "tile_of_experts", "strip_at", "_wait_for_rows", "load_experts", "store_rows"):
+        for name in ("tile_of_experts", "strip_at", "_wait_for_rows", "load_experts", "store_rows"):
             names[name] = python_of(getattr(experts, name), **names)
         return names | dict(_send_quarter=python_of(combine._send_quarter, **names))
 

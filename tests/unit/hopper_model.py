@@ -332,10 +332,6 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
         began("no product", cols)
         return 0, step + 1
 
-    def add_halves(panels: object, step: int, left: int, right: int, *rest: object) -> tuple[int, int, int]:
-        did[-1] += ["add", "add"]
-        return left, right, step + 2
-
     def add_half(panels: object, step: int, values: int, *rest: object) -> tuple[int, int]:
         did[-1].append("add")
         return values, step + 1
@@ -351,7 +347,7 @@ def _multiplied(loads: Loads, p: Product, part: int, switches: tuple[int, ...], 
         return values
 
     names = _products(multiply_tile=multiply_tile, pass_tile=pass_tile)
-    names |= dict(plus_bias=plus_bias, next_tile=loads.next_tile, add_halves=add_halves, add_half=add_half)
+    names |= dict(plus_bias=plus_bias, next_tile=loads.next_tile, add_half=add_half)
     names |= dict(put_quarter=put_quarter, range=range)
     language = SimpleNamespace(**vars(loads.language) | {"load": lambda *args, **kwargs: int(gave_up)})
     python_of(scatter._multiply, **names, **ORDER, gl=language)(
@@ -446,7 +442,7 @@ def scales_of_tiles(p: Product, scatters: bool, bases: tuple[int, ...]) -> list[
     names: dict[str, Any] = dict(
         half_product=half_product, whole_product=lambda panels, step, b, *rest: (0, *half_product(panels, step, *rest)),
         add_half=lambda panels, step, values, *_: (values, step), plus_bias=lambda values, *_: values,
-        add_halves=lambda panels, step, left, right, *_: (left, right, step), next_tile=loads.next_tile, put_quarter=Nothing(),
+        next_tile=loads.next_tile, put_quarter=Nothing(),
         wait_for_panel=lambda panels, step, *_: there.append(step), scales_of_strip=scales_of_strip, scale_of_product=Nothing(),
         range=range, gl=loads.language,
     )  # fmt: skip

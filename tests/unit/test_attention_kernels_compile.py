@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 HEADS = dict(HEADS=10, PER_GROUP=3, DIM=128, BLOCK_H=8)
 KERNELS = {
-    ("attention_layout", "unpack_kernel"): dict(bias=True, HAS_BIAS=True, PAIRS=64, REST=64),
+    ("attention_layout", "unpack_kernel"): dict(bias=True, PAIRS=64, REST=64),
     ("attention_layout", "pack_kernel"): dict(PAIRS=64, REST=64),
 }
 
