@@ -30,7 +30,7 @@ from overlap_train import AttentionHeads, Rotary, SequenceLayout
 from overlap_train.integrations.megatron.conditions import ULYSSES, Problem, broken_rule, comm_type
 from overlap_train.integrations.megatron.linears import Model, chunks_of
 from overlap_train.integrations.megatron.packed import ZIGZAG, ZIGZAG_OF_PACK, Documents, cut_of, documents_of
-from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges
+from overlap_train.integrations.megatron.ulysses_linears import Exchange, exchanges_call
 from overlap_train.integrations.megatron.whole_sequence import (
     Heads,
     WholeSequence,
@@ -229,7 +229,7 @@ class UlyssesSelfAttention(SelfAttention):
     ) -> Heads:
         """q, k and v of all rows, normalised and rotated."""
         linear = self.linear_qkv
-        if exchanges(linear) and linear.reason(x, exchange) is None:
+        if exchanges_call(linear, x, exchange):
             norms = (self.q_layernorm, self.k_layernorm)
             are_normalised = any(norm is not None and not isinstance(norm, IdentityOp) for norm in norms)
             rotary = None if are_normalised else self._rotary_within(freqs)
@@ -281,6 +281,6 @@ class UlyssesSelfAttention(SelfAttention):
 
     def _projected(self, context: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor | None]:
         linear = self.linear_proj
-        if exchanges(linear) and linear.reason(context, exchange) is None:
+        if exchanges_call(linear, context, exchange):
             return linear.to_rows(context, exchange)
         return linear(collective_to_rows(context, exchange))

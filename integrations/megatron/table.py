@@ -40,7 +40,7 @@ from overlap_train.integrations.megatron.linears import (
     why_not,
 )
 from overlap_train.integrations.megatron.te_scales import has_delayed_scales
-from overlap_train.integrations.megatron.ulysses_linears import exchanges, exchanges_now, groups_of
+from overlap_train.integrations.megatron.ulysses_linears import WRAPPED, exchanges, exchanges_now, groups_of
 from overlap_train.ops.plan_cache import made_cache
 from overlap_train.warn import warn_user
 
@@ -174,7 +174,10 @@ def _row_of_experts(name: str, layer: Any) -> LinearReport:
 
 def _row(name: str, linear: Any, attention: Any) -> LinearReport:
     """attention: under context parallelism, the one whose linear it is."""
-    slot, exchange = slot_of(name), _exchange_beside(linear, attention)
+    is_wrapped = attention is not None and linear not in attention.children()
+    hides = exchanges_now(linear) and not is_wrapped
+    slot = slot_of(name)
+    exchange = None if attention is None or hides else _exchange_beside(linear, attention, is_wrapped)
     row = LinearReport(name, slot, *_NO_PASSES, "megatron", (), exchange=exchange)
     if not is_overlapped(linear):
         no_slot = "not one of qkv, proj, fc1, fc2, output" if slot is None else None
@@ -182,21 +185,22 @@ def _row(name: str, linear: Any, attention: Any) -> LinearReport:
     overlap = linear.overlap
     calls = tuple(sorted(overlap.fallback_calls.items()))
     row = replace(row, overlapped_calls=overlap.overlapped_calls, fallback_calls=calls)
-    reason = standing_reason(linear, linear.weight, exchanges(linear))
+    reason = standing_reason(linear, linear.weight, exchanges(linear) and not is_wrapped)
     if reason is None and not overlap.overlapped_calls and overlap.fallback_calls:
         reason = overlap.fallback_calls.most_common(1)[0][0]
     if reason is not None:
         return replace(row, reasons=(reason,))
-    fprop, dgrad, wgrad = _passes(linear)
-    return _with_method(replace(row, fprop=fprop, dgrad=dgrad, wgrad=wgrad), linear)
+    fprop, dgrad, wgrad = _passes(linear, hides)
+    return _with_method(replace(row, fprop=fprop, dgrad=dgrad, wgrad=wgrad), linear, hides)
 
 
-def _exchange_beside(linear: Any, attention: Any) -> str | None:
-    if attention is None or exchanges_now(linear):
-        return None
+def _exchange_beside(linear: Any, attention: Any, is_wrapped: bool) -> str:
     if not isinstance(attention, UlyssesSelfAttention):
         return f"context parallelism: {why_not_ulysses(attention) or 'not enabled'}"
-    if exchanges(linear):
+    apart: str | None
+    if is_wrapped:
+        apart = WRAPPED
+    elif exchanges(linear):
         apart = linear.overlap.apart
     else:
         apart = standing_reason(linear, linear.weight, exchanges=True) if is_overlapped(linear) else None
@@ -204,8 +208,8 @@ def _exchange_beside(linear: Any, attention: Any) -> str | None:
     return f"all-to-all over {attention.pg_collection.cp.size()} CP ranks not overlapped{why}"
 
 
-def _with_method(row: LinearReport, linear: Any) -> LinearReport:
-    """The row with method and reasons of the last overlapped call, from the plan by which it ran."""
+def _with_method(row: LinearReport, linear: Any, hides: bool) -> LinearReport:
+    """The row with method and reasons of the last overlapped call, from the plan by which it ran. hides: an exchange."""
     plan, run = linear.overlap.plan, linear.overlap.run
     if plan is None:
         return replace(row, method="-", reasons=("not called yet",))
@@ -222,18 +226,18 @@ def _with_method(row: LinearReport, linear: Any) -> LinearReport:
         reasons += (f"fp8 {plan.config.fp8}{', scales of TransformerEngine' * has_delayed_scales(linear.config)}",)
     elif linear.overlap.config.fp8 != "off" or getattr(linear.config, "fp8", None):
         reasons += (not_in_fp8(linear) or "not in fp8",)
-    parts = linear.overlap.parts if exchanges_now(linear) and divides_weights(linear) else None
+    parts = linear.overlap.parts if hides and divides_weights(linear) else None
     return replace(row, method=method, reasons=reasons, parts=parts)
 
 
-def _passes(linear: Any) -> tuple[str, str, str]:
-    """What fprop, dgrad and wgrad do. CP: context-parallel ranks of the last call; TP: tensor-parallel ranks."""
+def _passes(linear: Any, hides: bool) -> tuple[str, str, str]:
+    """What fprop, dgrad and wgrad do, and over how many ranks: CP of the last call, TP. hides: an exchange."""
     over_tp, row, exchanged = (
         divides_weights(linear),
         is_row(linear),
         linear.overlap.groups if exchanges(linear) else (),
     )
-    is_both = over_tp and exchanges_now(linear)
+    is_both = over_tp and hides
     sends = "A2A" if exchanges(linear) and (row if is_both else not over_tp) else "AG"
     kept = linear.overlap.config.gathered_input == "keep"
     again = "GEMM with x kept" if kept else f"{sends}(x) under dgrad, then GEMM"

@@ -37,12 +37,14 @@ from overlap_train.integrations.megatron.linears import (
     fallbacks,
     overlapped_forms,
     te_feature,
+    unwrapped,
 )
 from overlap_train.integrations.megatron.te_norm import normed
 from overlap_train.ulysses.layout import kept
 from overlap_train.ulysses.two_groups import nodes_of_groups, places_of
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+WRAPPED = "wrapped, as by LoRA"  # the attention calls the wrapper, which knows no exchange
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,17 @@ def exchanging_forms(over_tp: bool) -> dict[type, type]:
 def exchanges(linear: Any) -> bool:
     """Whether a linear is of a class that exchanges within its product."""
     return isinstance(linear, _Exchanging)
+
+
+def exchanges_call(linear: Any, x: torch.Tensor, exchange: Exchange) -> bool:
+    """Whether a linear that an attention has exchanges within its product in this call. Counts the call; one within a wrapper,
+    over TP, counts itself."""
+    if exchanges(linear):
+        return linear.reason(x, exchange) is None
+    within = unwrapped(linear)
+    if exchanges(within) and not divides_weights(within):
+        within.overlap.count(WRAPPED)
+    return False
 
 
 def exchanges_now(linear: Any) -> bool:

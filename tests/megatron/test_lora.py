@@ -93,3 +93,8 @@ def test_around_the_projections_of_ulysses_a_collective_exchanges(enabled_first:
         y.square().sum().backward()
         found.append({"y": y, **{name: p.grad for name, p in attention.named_parameters() if p.grad is not None}})
     assert_close(*found)
+    wrapped, alone = "wrapped, as by LoRA", "tensor-parallel size 1: nothing to communicate"
+    beside = f"all-to-all over 2 CP ranks not overlapped: {wrapped}; {alone}"
+    rows = [row for row in report(model).linears if row.slot in ("qkv", "proj")]
+    assert {(row.method, row.fprop, row.reason) for row in rows} == {("megatron", "-", beside)}
+    assert [row.calls for row in rows] == [f"{wrapped} 1" * enabled_first] * 2 + [""] * 2, "one layer ran"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ from overlap_train import OverlapConfig, SequenceLayout
 from overlap_train.integrations.megatron import report
 from overlap_train.ulysses import two_groups as two_group_calls
 from tests.megatron import layout, models, ulysses
+from tests.megatron.test_lora import adapted
 from tests.megatron.ulysses import Run
 from tests.processes import failed_checks, run_ranks, values
 
 STEPS = 5  # of two micro-batches
 LAYOUTS = {"ulysses 4": (1, 4), "tp 2 x ulysses 2": (2, 2), "tp 2 x ulysses 2 in parts": (2, 2)}
 OTHERS = (
-    "the group may change with the call", "the table is there before anything is exchanged", "no sequence parallelism"
+    "the group may change with the call", "the table is there before anything is exchanged", "no sequence parallelism",
+    "wrapped after enable()",
 )  # fmt: skip
 CHUNKED = OverlapConfig(method="chunked")
 BESIDE = "all-to-all over 2 CP ranks not overlapped: too short to be cut into parts; asked for"
@@ -51,6 +54,7 @@ def everything(rank: int, world: int, folder: Path) -> dict[str, str]:
         partial(the_group_may_change_with_the_call, rank),
         partial(the_table_is_there_before_anything_is_exchanged, rank),
         partial(without_sequence_parallelism_linears_overlap_over_tp_alone, expected),
+        wrapped_linears_overlap_over_tp_alone,
     )
     checks |= dict(zip(OTHERS, others, strict=True))
     failed = failed_checks(checks)
@@ -147,3 +151,19 @@ def without_sequence_parallelism_linears_overlap_over_tp_alone(expected: Expecte
     row = report(model).linears[0]
     said = "all-to-all over 2 CP ranks not overlapped: no sequence parallelism: exchange and tensor parallelism overlap"
     assert row.fprop == "GEMM + AR" and row.reason.startswith(said), row
+
+
+def wrapped_linears_overlap_over_tp_alone() -> None:
+    """Also where they have exchanged before."""
+    model, x = ulysses.gpt(Run(2, 2, CHUNKED)), torch.randn(4, 1, 32)
+    attention, alone = model.decoder.layers[0].self_attention, model.decoder.layers[1].self_attention
+    with patch.object(two_group_calls, "parts_that_hide", lambda rows, n, k: 2):
+        attention(x, None)
+        adapted(model, "to_wrap")
+        for each in (attention, alone):
+            each(x, None)
+    rows = [row for row in report(model).linears if row.slot in ("qkv", "proj")]
+    beside = "all-to-all over 2 CP ranks not overlapped: wrapped, as by LoRA; asked for"
+    assert {(row.method, row.reason) for row in rows} == {("chunked", beside)}
+    assert {row.fprop for row in rows} == {"AG(x) + GEMM", "GEMM + RS"}
+    assert [row.calls for row in rows] == ["overlapped 2"] * 2 + ["overlapped 1"] * 2
