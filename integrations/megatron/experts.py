@@ -46,6 +46,7 @@ _RULES = (  # what a model's config must say: setting, value, why
     ("moe_latent_size", None, "experts take the rows of the layer"),
     ("moe_apply_probs_on_input", False, "probabilities are applied in the activation"),
     ("moe_paged_stash", False, "rows stay where they are"),
+    ("use_transformer_engine_op_fuser", False, "with it TransformerEngine does not call the experts' linears"),
     ("fp4", None, "experts multiply in the dtype of their weights"),
     ("cpu_offloading", False, "what is saved for backward stays on the GPU"),
     ("fine_grained_activation_offloading", False, "what is saved for backward stays on the GPU"),

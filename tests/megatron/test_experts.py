@@ -18,6 +18,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import gpt_block_spec, provide_accumulation_fusion, report
+from overlap_train.integrations.megatron.experts import why_not_experts
 from overlap_train.integrations.megatron.table import counters
 from overlap_train.ops import grouped
 from overlap_train.ops.experts import OVERFLOW
@@ -130,6 +131,15 @@ def test_what_cannot_overlap_is_an_error_or_stays_megatrons(what: str) -> None:
     assert_alike(train(model, steps=1), expected)
     assert len(rows_of(model)) == 2
     assert all(row.method == "megatron" and row.reason.startswith(what) for row in rows_of(model))
+
+
+@on_ranks
+def test_experts_under_transformer_engines_op_fuser_stay_megatrons() -> None:
+    """Beside them a part of the model that goes by other settings."""
+    layer = mixtral(None).decoder.layers[0].mlp
+    assert why_not_experts(layer) is None
+    layer.config.use_transformer_engine_op_fuser = True
+    assert str(why_not_experts(layer)).startswith("use_transformer_engine_op_fuser=True: ")
 
 
 @on_ranks
