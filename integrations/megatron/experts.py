@@ -225,7 +225,7 @@ def _linear_reason(experts: Any) -> str | None:
 
 def _hook_reason(modules: Iterable[Any]) -> str | None:
     """Which module of the experts, none of which ours calls, has a hook that would not run, or None. That of Megatron's data
-    parallelism takes nothing but its module."""
+    parallelism takes nothing but its module. Ranks do not tell each other: a hook that only some have parts the group."""
     for module in modules:
         others = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
         before = module._forward_pre_hooks.values()
