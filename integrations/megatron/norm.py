@@ -31,9 +31,6 @@ class RMSNorm(torch.nn.Module):
         scale, x = _scale_and_input(self.weight, x, self.zero_centered)
         return F.rms_norm(x, (self.hidden_size,), scale, self.eps).to(self.weight.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, zero_centered={self.zero_centered}"
-
 
 class LayerNorm(RMSNorm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias; shapes, dtypes and `zero_centered` as in RMSNorm."""
