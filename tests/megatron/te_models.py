@@ -46,10 +46,10 @@ def model_of(
     layout.prepare()
     layout.use(tensor_parallel, context_parallel=context_parallel)
     TEDotProductAttention.cp_stream = object()  # it would make one on a GPU
-    ulysses = {**LLAMA, "cp_comm_type": "a2a"} if tensor_parallel == 1 else DROPOUT
+    ulysses = {**LLAMA, "cp_comm_type": "a2a", "sequence_parallel": False}
+    kind = ulysses if tensor_parallel == 1 else DROPOUT
     config = model_config(
-        tensor_model_parallel_size=tensor_parallel, sequence_parallel=tensor_parallel > 1,
-        context_parallel_size=context_parallel, **{**ulysses, **architecture},
+        tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel, **{**kind, **architecture}
     )  # fmt: skip
     spec = get_gpt_layer_with_transformer_engine_spec()
     if config.qk_layernorm:  # the spec of a TransformerEngine as old as the stand-in's version has Apex' norms there
@@ -74,7 +74,7 @@ def enable_and_keep_names(model: Any, overlap: OverlapConfig, own: Any) -> None:
 
 
 def training_with_overlap_is_training_without() -> None:
-    for architecture in (RMS, ZERO_CENTERED, QKV_BIAS):
+    for architecture in (RMS, ZERO_CENTERED, QKV_BIAS, {**RMS, "sequence_parallel": False}):
         own, overlapped = (model_of(1, 2, **architecture) for _ in range(2))
         enable_and_keep_names(overlapped, OverlapConfig(), own)
         keys = [model.sharded_state_dict(metadata=ulysses.metadata()).keys() for model in (own, overlapped)]

@@ -103,9 +103,13 @@ class Linear(torch.nn.Module):
         if self.parallel_mode is None:  # an expert's, or the same on every rank
             y = F.linear(x, weight, added)
         elif self.parallel_mode == "column":
-            y = F.linear(mappings.gather_from_sequence_parallel_region(x), weight, added)
+            copied = mappings.copy_to_tensor_model_parallel_region
+            gathered = mappings.gather_from_sequence_parallel_region if self.sequence_parallel else copied
+            y = F.linear(gathered(x), weight, added)
         else:
-            y = mappings.reduce_scatter_to_sequence_parallel_region(F.linear(x, weight))
+            added_up = mappings.reduce_from_tensor_model_parallel_region
+            scattered = mappings.reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else added_up
+            y = scattered(F.linear(x, weight))
             y = y if added is None else y + added
         return (y, self.bias) if self.return_bias else y
 
