@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 CPU = torch.device("cpu")
 
-# Megatron module -> what it asks CUDA for. Only modules on the path of a dense GPT are listed.
+# Megatron module -> what it asks CUDA for. Only modules on the path of a GPT, with experts or without, are listed.
 CUDA_USERS: dict[str, str] = {
     "megatron.core.utils": "the global memory buffer that holds gathered inputs, and the parameter-norm report",
     "megatron.core.tensor_parallel.layers": "weights of the linears and the embedding, and the gradient buffers",
