@@ -129,7 +129,8 @@ class Parser(argparse.ArgumentParser):
     alone. Commands in its description have lines of their own."""
 
     def __init__(self, prog: str | None = None, **settings: Any) -> None:
-        super().__init__(prog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, formatter_class=formatter, allow_abbrev=False, **settings)  # --sav would be --save
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists the flags)")

@@ -86,7 +86,7 @@ def main(words: Sequence[str]) -> int:
 
 def _overlap(arguments: Sequence[str]) -> OverlapConfig | None:
     """What our flags among the script's arguments ask for, before seconds of imports; Megatron's parser checks the rest."""
-    parser = Parser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser = Parser(usage=USAGE, add_help=False)
     try:
         ours, others = add_flags(parser).parse_known_args(list(arguments))
         _refuse_unknown(others)

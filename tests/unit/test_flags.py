@@ -65,6 +65,7 @@ def test_all_kinds_of_values() -> None:
         ("--words z", "argument --words: 'z' is not one of x, y"), ("--words ,", "',' is not one of x, y"),
         ("--sizes 0", "'0' is not a positive number"), ("--rate nan", "'nan' is not a positive number"),
         ("--count many", "--count: invalid int value: 'many'"), ("--kind b", "unrecognized arguments: --kind b"),
+        ("--coun 7", "unrecognized arguments: --coun 7"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named(words: str, message: str) -> None:

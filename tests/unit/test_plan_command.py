@@ -78,6 +78,17 @@ def test_what_cannot_be_planned_is_one_line(
     assert said in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize("other", [{"fp8": "tensorwise"}, {"graphs": True}, {"network_sms": 0}])
+def test_what_is_not_estimated_is_not_compared(
+    other: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((BENCHMARKS / "h200x2" / "operators.json").read_text())
+    record["rows"] = [row | other for row in record["rows"]]
+    (tmp_path / "operators.json").write_text(json.dumps(record))
+    assert main(["plan", "--check", str(tmp_path)]) == 2
+    assert "no row of operators.json" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["h100x2", "h100x4", "h200x2", "h200x4"])
 def test_estimates_are_near_what_was_measured(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """12 % in the mean is what is asked for, of operators and layers, method by method."""
