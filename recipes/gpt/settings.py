@@ -161,14 +161,24 @@ def resolve(settings: Settings, ranks: int) -> Settings:
     return settings
 
 
+def nothing_overlaps(settings: Settings) -> str | None:
+    """Why no linear would overlap, and what to do; None: some would."""
+    if settings.tp * settings.cp == 1:
+        return "--tp 1 and --cp 1: there is nothing to overlap; start more ranks"
+    if settings.tp == 1 and settings.lora:
+        given = f"{shown(settings, 'lora')}, --tp 1 and {shown(settings, 'cp')}"
+        return f"{given}: a linear with an adapter does not exchange over --cp; take --tp 2 or more"
+    return None
+
+
 def _problem(settings: Settings, overlap: OverlapConfig | None, on_gpu: bool) -> str | None:
     """Which flags contradict each other, or what this machine without GPUs cannot do."""
     if settings.save_interval and not settings.save:
         return f"{shown(settings, 'save_interval')} without --save would save nothing; add --save DIR"
     if settings.cuda_graph and settings.recompute != "none":
         return f"{shown(settings, 'recompute')} reads the random state, which no CUDA graph captures; use none"
-    if overlap is not None and settings.tp * settings.cp == 1 and overlap.on_unsupported == "error":
-        return "--overlap-train with --tp 1 and --cp 1: there is nothing to overlap; start more ranks, or leave it out"
+    if overlap is not None and overlap.on_unsupported == "error" and (why := nothing_overlaps(settings)):
+        return f"--overlap-train with {why}, or leave it out"
     if settings.lora and settings.recompute == "full":
         return f"{shown(settings, 'lora')} with --recompute full: no gradient reaches the first layer's input; use selective"
     needs_gpus = {

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from gpt.program import RecipeError, refused_by_rule
-from gpt.settings import MODELS, SMALL, Settings, defaults, resolve
+from gpt.settings import MODELS, SMALL, Settings, defaults, nothing_overlaps, resolve
 from overlap_train import OverlapConfig
 from overlap_train.config import METHODS
 from overlap_train.flags import (
@@ -104,7 +104,13 @@ def read_flags(arguments: list[str], description: str | None = None) -> tuple[Pl
         overlap = read_config(args)
     assert overlap is not None
     plan = from_args(Plan(), args)
-    overlap = replace(overlap, main_grad="accumulate" if plan.weight_gradient_fusion == "on" else "off")
+    main_grad = "accumulate" if plan.weight_gradient_fusion == "on" else "off"
+    if getattr(args, "overlap_train_main_grad", main_grad) != main_grad:
+        given = (
+            f"--overlap-train-main-grad {overlap.main_grad} with --weight-gradient-fusion {plan.weight_gradient_fusion}"
+        )
+        raise RecipeError(f"{given}, which decides for all sides; leave the former out")
+    overlap = replace(overlap, main_grad=main_grad)
     few = [FEW_LAYERS[model] // (2 if plan.cp > 1 else 1) or 1 for model in plan.model]  # Ulysses leaves weights whole
     plan = replace(
         plan,
@@ -156,4 +162,10 @@ def settings_for(plan: Plan, number: int, ranks: int) -> Settings:
         gradient_accumulation_fusion=plan.weight_gradient_fusion == "on",
         sequence_parallel=not plan.no_sequence_parallel,
     )
-    return resolve(settings, ranks)
+    settings = resolve(settings, ranks)
+    if plan.cp > 1 and (why := nothing_overlaps(settings)):
+        raise RecipeError(f"nothing to compare with {why}")
+    if plan.cp > 1 and tp == 1 and "overlap_fp8" in plan.variants:
+        given = f"--variants overlap_fp8 with --cp {plan.cp} and --tp 1"
+        raise RecipeError(f"{given}: a linear that exchanges is not in fp8; take --tp 2 or more, or leave it out")
+    return settings

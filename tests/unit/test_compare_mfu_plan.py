@@ -46,6 +46,9 @@ WRONG = [
     ("--cp 2 --no-sequence-parallel", ["--no-sequence-parallel with --cp 2", "leave one out"]),
     ("--no-sequence-parallel --variants te_userbuffers", ["--variants te_userbuffers with --no-sequence-parallel"]),
     ("--no-sequence-parallel --variants overlap_fp8", ["--variants overlap_fp8 with --no-sequence-parallel"]),
+    ("--cp 2 --lora 4", ["--lora 4, --tp 1 and --cp 2: a linear with an adapter", "take --tp 2"]),
+    ("--cp 2 --variants overlap_fp8", ["--variants overlap_fp8 with --cp 2 and --tp 1", "is not in fp8"]),
+    ("--overlap-train-main-grad off", ["--overlap-train-main-grad off with --weight-gradient-fusion on"]),
     ("--variants auto", ["--variants", "'auto'", "overlap"]),
     ("--model llama9", ["--model", "'llama9'", "llama3-8b"]),
     ("--variants megatron,flux", ["--variants", "'flux'", "nccl"]),
@@ -56,7 +59,7 @@ WRONG = [
 @pytest.mark.parametrize(("line", "words"), WRONG, ids=[line for line, _ in WRONG])
 def test_a_wrong_flag_is_refused_in_one_line(line: str, words: list[str]) -> None:
     with pytest.raises(RecipeError) as refusal:
-        plan(line)
+        settings_for(plan(line), 0, 2)
     assert "\n" not in str(refusal.value)
     for word in words:
         assert word in str(refusal.value)

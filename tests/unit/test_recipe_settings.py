@@ -64,6 +64,7 @@ WRONG = [
     ("--overlap-train-timeout-s 5", "--overlap-train-timeout-s given without --overlap-train"),
     ("--overlap-train --overlap-train-method fused", "--overlap-train-method fused needs GPUs"),
     ("--overlap-train --tp 1", "nothing to overlap"),
+    ("--overlap-train --cp 2 --lora 4", "--overlap-train with --lora 4, --tp 1 and --cp 2: a linear with an adapter"),
     ("--save-interval 5", "--save-interval 5 without --save"),
     ("--cuda-graph 1", "--cuda-graph needs GPUs"),
     ("--cuda-graph 1 --recompute full", "--recompute full reads the random state"),
