@@ -23,7 +23,7 @@ from gpt.training import Trainer
 from overlap_train.flags import flag
 
 TRACKER = "latest_checkpointed_iteration.txt"
-MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+MODEL = ("model", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "lora")
 
 
 def find(settings: Settings) -> Path | None:
@@ -100,7 +100,7 @@ def load(trainer: Trainer, folder: Path) -> int:
     rank, where it is of another model."""
     run = dist_checkpointing.load_common_state_dict(str(folder))
     for name in MODEL:
-        saved, now = run["settings"][name], getattr(trainer.settings, name)
+        saved, now = run["settings"].get(name, 0), getattr(trainer.settings, name)  # old ones have no lora
         if saved != now:
             raise RecipeError(f"--load {folder} was saved with {flag(name)} {saved}, this run has {now}; pass {saved}")
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))

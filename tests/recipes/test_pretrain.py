@@ -36,6 +36,7 @@ def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
         "recomputed": (on, *TWO_LAYERS, "--recompute", "full"),
         "attention recomputed": (on, *TWO_LAYERS, "--recompute", "selective"),
         "another model": (*TWO_LAYERS, "--load", first),
+        "adapters": ("--lora", 4, "--load", first),
         "no checkpoint": ("--load", folder),
         "would overwrite": ("--save", first),
         "cannot be written": ("--save", "/proc/nowhere"),
@@ -143,6 +144,7 @@ def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(ranks: 
     ("name", "words"),
     [
         ("another model", ["--num-layers 1", "this run has 2; pass 1"]),
+        ("adapters", ["--lora 0", "this run has 4; pass 0"]),
         ("no checkpoint", ["--load", "has no checkpoint"]),
         ("would overwrite", ["--save", "add --load"]),
         ("cannot be written", ["--save /proc/nowhere cannot be written: "]),
