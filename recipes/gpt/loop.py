@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import overlap_train
 from gpt import checkpoint
 from gpt.data import BYTES, batches, bigram_loss, part_of_rank, read_samples
 from gpt.model import build_model
-from gpt.program import RecipeError, join_ranks, say
+from gpt.program import RecipeError, join_ranks, refused_by_rule, say
 from gpt.settings import Settings
 from gpt.training import Trainer, per_byte
 from overlap_train import OverlapConfig
@@ -52,7 +53,9 @@ def train(trainer: Trainer, train_on: np.ndarray, first: int, device: torch.devi
     data = batches(train_on, first * settings.global_batch_size, settings, device, is_trained=True)
     for iteration in range(first + 1, settings.train_iters + 1):
         is_end, rate = iteration == settings.train_iters, trainer.optimizer.param_groups[0]["lr"]
-        total, grad_norm = trainer.step(data)
+        # Operators refuse settings in the first step; a later ValueError is a bug.
+        with refused_by_rule() if iteration == first + 1 else nullcontext():
+            total, grad_norm = trainer.step(data)
         overlap_train.check()  # reading the norm has waited for the device; a wait that gave up before has left NaN
         is_saved = bool(settings.save) and (is_end or iteration % (settings.save_interval or math.inf) == 0)
         if not (is_end or is_saved or iteration % settings.log_interval == 0):

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import layers, mappings
 import overlap_train
 from gpt.data import Batch, batches, read_samples
 from gpt.model import build_model
-from gpt.program import RecipeError, say
+from gpt.program import RecipeError, refused_by_rule, say
 from gpt.settings import Settings
 from gpt.training import Trainer, micro_batches
 from mfu import transformer_engine
@@ -91,7 +91,9 @@ class Comparison:
         for name in plan.variants:
             say(f" {settings.model}: building {name}")
             self.variants[name] = variant = Variant(name, plan, settings, config_of(name, overlap), data)
-            for _ in range(WARM_UP_STEPS):  # kernels compile, and the optimizer's state is made
+            with refused_by_rule():  # operators refuse settings in the first step
+                variant.step()
+            for _ in range(1, WARM_UP_STEPS):  # kernels compile, and the optimizer's state is made
                 variant.step()
             overlap_train.check()
         for name in filter(is_graph, self.variants):  # not before the heap, which all share, has its size

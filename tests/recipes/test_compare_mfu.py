@@ -27,6 +27,7 @@ LINES = {
     "lora": f"--model small --layers 1 {TINY} --lora 4 --deterministic",
     "alone": f"--model small --layers 1 {TINY} --variants overlap",
     "fused": f"--model small,small --layers 1,2 {TINY} --variants megatron,overlap",
+    "refused": f"--model small --layers 1 {TINY} --variants overlap --overlap-train-provider torch",
 }
 
 
@@ -52,6 +53,7 @@ def compare_all(rank: int, world: int, folder: Path) -> dict[str, Ended]:
     from megatron.core import parallel_state
 
     from gpt.model import build_model
+    from gpt.program import RecipeError
 
     os.environ["WORLD_SIZE"] = str(world)
 
@@ -67,14 +69,14 @@ def compare_all(rank: int, world: int, folder: Path) -> dict[str, Ended]:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), fails, joined():
             try:
                 compare([*line.split(), "--out", str(folder / key)])
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, RecipeError) as error:
                 refusal = str(error)
         torch.use_deterministic_algorithms(False)
         parallel_state.destroy_model_parallel()
         torch.distributed.barrier()
-        written = json.loads((folder / key / "mfu.json").read_text())
-        table = (folder / key / "mfu.md").read_text()
-        ended[key] = Ended(said.getvalue(), refusal, written["rows"], table)
+        json_file, md_file = folder / key / "mfu.json", folder / key / "mfu.md"
+        rows = json.loads(json_file.read_text())["rows"] if json_file.exists() else []
+        ended[key] = Ended(said.getvalue(), refusal, rows, md_file.read_text() if rows else "")
     return ended
 
 
@@ -145,6 +147,10 @@ def test_a_variant_in_fp8_rounds_to_fp8(ended: dict[str, Ended]) -> None:
 def test_a_model_that_does_not_fit_ends_the_program_and_leaves_the_rows_before_it(ended: dict[str, Ended]) -> None:
     assert "CUDA out of memory" in ended["fused"].refusal and "name fewer (--variants)" in ended["fused"].output
     assert [row["layers"] for row in ended["fused"].rows] == [1, 1]
+
+
+def test_what_an_operator_refuses_is_one_line(ended: dict[str, Ended]) -> None:
+    assert ended["refused"].refusal.startswith("provider='torch' with tensors on cpu") and not ended["refused"].rows
 
 
 def test_the_table_is_narrow_and_says_what_its_figures_mean(ended: dict[str, Ended]) -> None:

@@ -37,6 +37,7 @@ def runs_of(folder: Path) -> dict[str, tuple[Any, ...]]:
         "attention recomputed": (on, *TWO_LAYERS, "--recompute", "selective"),
         "another model": (*TWO_LAYERS, "--load", first),
         "adapters": ("--lora", 4, "--load", first),
+        "no provider": (on, "--overlap-train-provider", "torch"),
         "no checkpoint": ("--load", folder),
         "would overwrite": ("--save", first),
         "cannot be written": ("--save", "/proc/nowhere"),
@@ -145,6 +146,7 @@ def test_the_learning_rate_follows_the_steps_of_a_run_with_another_batch(ranks: 
     [
         ("another model", ["--num-layers 1", "this run has 2; pass 1"]),
         ("adapters", ["--lora 0", "this run has 4; pass 0"]),
+        ("no provider", ["provider='torch' with tensors on cpu", "use provider='auto'"]),
         ("no checkpoint", ["--load", "has no checkpoint"]),
         ("would overwrite", ["--save", "add --load"]),
         ("cannot be written", ["--save /proc/nowhere cannot be written: "]),
