@@ -97,12 +97,22 @@ def test_a_folder_for_the_report_is_refused_before_minutes_of_checks(
     assert capsys.readouterr().err == f"overlap-train doctor: error: {said}\n"
 
 
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (None, "127.0.0.1:1 must be reachable"),
+        ("WORLD_SIZE", "RANK is set and WORLD_SIZE is not"),
+        ("MASTER_PORT", "torchrun"),
+    ],
+)
 def test_a_job_without_its_store_says_where_it_looked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str | None, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in {**job, **machine.WITHOUT_MULTICAST}.items():
         monkeypatch.setenv(name, value)
+    if missing:
+        monkeypatch.delenv(missing)
     assert cli.main(["doctor", "--limit", "1"]) == 1
     said = capsys.readouterr().out
-    assert "store" in said and "127.0.0.1:1" in said
+    assert "FAIL  store: " in said and words in said

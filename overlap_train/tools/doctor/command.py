@@ -34,6 +34,7 @@ from .job import CALL_S, FAIL, OK, WARN, Finding, Job, Work, open_job, verdict
 
 _LATE = "run again; if it repeats, py-spy dump the named ranks and file an issue with this report"
 _DRIVER = "the driver does not answer: nvidia-smi on this host, dmesg for Xid errors"
+_VARIABLES = "start all ranks with torchrun, or export RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT on each"
 _JOIN = (
     "NCCL or gloo cannot connect the ranks: NCCL_DEBUG=INFO says why; NCCL_SOCKET_IFNAME / GLOO_SOCKET_IFNAME name the interface "
     "that all hosts share"
@@ -83,8 +84,13 @@ def main(arguments: list[str]) -> int:
         job = open_job(asked.limit)
     except Exception as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        fix = f"{address} must be reachable from this host: name resolution, firewall, launcher"
-        print(f"FAIL  store: {first_line(error)} (host {socket.gethostname()})\n        fix: {fix}", flush=True)
+        said, fix = (
+            first_line(error),
+            f"{address} must be reachable from this host: name resolution, firewall, launcher",
+        )
+        if isinstance(error, KeyError):
+            said, fix = f"RANK is set and {error.args[0]} is not", _VARIABLES
+        print(f"FAIL  store: {said} (host {socket.gethostname()})\n        fix: {fix}", flush=True)
         return 1
     if check_machine(job, asked.limit):
         check_together(job, asked)
