@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -224,7 +225,11 @@ def test_the_file_itself_takes_ranks_from_slurm_and_arguments_from_its_line(
         ({"time": ""}, "--time is missing"),
         ({"module": "m"}, "are both given; choose one"),
         ({"container_mounts": "/a:/a"}, "--container-mounts /a:/a without --container-image mounts nothing"),
-        ({"kind": "compare", "max_restarts": 2}, "--max-restarts 2: a comparison is neither saved nor restarted"),
+        ({"kind": "compare", "max_restarts": 2}, "--max-restarts 2: a comparison is neither saved, stopped early nor"),
+        (
+            {"kind": "compare", "stop_early_s": 500},
+            "--stop-early-s 500: a comparison is neither saved, stopped early nor",
+        ),
         ({"arguments": ("--load=x",)}, "--load=x belongs to the job, which saves to and resumes from --checkpoints"),
     ],
 )
@@ -251,6 +256,16 @@ def test_dry_run_prints_what_would_be_submitted_and_writes_nothing(
     assert said.err == ""
     assert not Path(job.run_dir).exists()
     assert not (commands.records / "sbatch").exists()
+
+
+@pytest.mark.parametrize("given", [[], ["--out=there"], ["--out", "there"]])
+def test_a_comparison_writes_into_the_folder_of_its_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    words = ["compare", "--time", "20", "--procs-per-node", "2", "--run-dir", str(tmp_path)]
+    assert cli.main(["launch", *words, "--dry-run", "--", "--quick", *given]) == 0
+    expected = shlex.join(["set", "--", "--quick", *(given or ["--out", str(tmp_path)])])
+    assert expected in capsys.readouterr().out.splitlines()
 
 
 def test_sbatch_gets_the_options_and_the_script(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...flags import Parser, add_options, values_of
 from .job import KINDS, Job, job_name
@@ -47,12 +48,14 @@ def main(arguments: list[str]) -> int:
 def _resolved(job: Job) -> Job:
     """The job with absolute paths, and with defaults that depend on this machine."""
     run_dir = Path(job.run_dir or f"runs/slurm/{job_name(job)}").absolute()
-    found = {"python": job.python or sys.executable, "run_dir": str(run_dir)}
+    found: dict[str, Any] = {"python": job.python or sys.executable, "run_dir": str(run_dir)}
     if job.kind == "train":
         found["checkpoints"] = str(Path(job.checkpoints).absolute() if job.checkpoints else run_dir / "checkpoints")
+    elif not (job.recipe or job.module or any(word.partition("=")[0] == "--out" for word in job.arguments)):
+        found["arguments"] = (*job.arguments, "--out", str(run_dir))
     if not job.module:
         found["recipe"] = job.recipe if job.container_image and job.recipe else str(_recipe(job))
-    return replace(job, **found)  # type: ignore[arg-type]
+    return replace(job, **found)
 
 
 def _recipe(job: Job) -> Path:

@@ -64,9 +64,9 @@ def _problems(job: Job) -> Iterator[str]:
     if job.container_mounts and not job.container_image:
         yield f"--container-mounts {job.container_mounts} without --container-image mounts nothing; add an image"
     if job.kind == "compare":
-        for name in ("checkpoints", "max_restarts"):
-            if value := getattr(job, name):
-                yield f"{flag(name)} {value}: a comparison is neither saved nor restarted; leave it out"
+        for name in ("checkpoints", "max_restarts", "stop_early_s"):
+            if (value := getattr(job, name)) != getattr(Job, name):  # the default
+                yield f"{flag(name)} {value}: a comparison is neither saved, stopped early nor restarted; leave it out"
         return
     for word in job.arguments:
         if word.partition("=")[0] in ("--save", "--load"):
