@@ -31,7 +31,7 @@ from ...select.cost import reach_of
 from ...select.method import serving
 from ...ulysses.linears import all_to_all_linear, linear_all_to_all
 from ..measure.cases import EXCHANGES, OPERATORS, OPS, PASSES, Case, cases_of
-from ..measure.models import MODELS
+from ..measure.models import MODELS, OPS_OF_PROJECTIONS
 from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, planned_like, side_by_side
 from ..measure.timing import Call
 from ..measure.world import World, pretends
@@ -71,7 +71,7 @@ def exchange_cases(models: Names, tokens: Sequence[int], world: int) -> list[Cas
         case
         for name in models
         for m in tokens
-        for op, linear in zip(EXCHANGES, ("qkv", "proj"), strict=True)
+        for linear, op in OPS_OF_PROJECTIONS.items()
         for case in cases_of(name, op, MODELS[name].linears[linear], m, world, name)
     ]
 

@@ -43,6 +43,7 @@ class Model:
 _LLAMA3 = "The Llama 3 Herd of Models, arXiv 2407.21783, table 3"
 TINY = "tiny"  # for CPU processes
 OPS_OF_LINEARS = {"qkv": "ag_gemm", "proj": "gemm_rs", "fc1": "ag_gemm", "fc2": "gemm_rs", "output": "ag_gemm"}
+OPS_OF_PROJECTIONS = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}  # under Ulysses
 
 MODELS = {
     "llama-7b": Model("LLaMA, arXiv 2302.13971, table 2", 32, 4096, 11008, 32, 32, 32000),

@@ -28,7 +28,7 @@ def kind_of(span: Span, compute_stream: int) -> str:
         return "communication"
     if any(part in name for part in ("gemm", "nvjet", "cutlass")):
         return "gemm"
-    return "waiting" if any(part in name for part in ("wait", "meet_kernel", "barrier")) else "compute"
+    return "waiting" if any(part in name for part in ("wait", "barrier")) else "compute"
 
 
 def last_call(spans: Sequence[Span]) -> list[Span]:

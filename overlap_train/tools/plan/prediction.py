@@ -13,11 +13,10 @@ from ...select.cost import Estimate, library_us, reach_of
 from ...select.method import LOW_LATENCY, NAMES
 from ...select.system import System
 from ..measure.cases import Case, cases_of, check_divisible
-from ..measure.models import OPS_OF_LINEARS, Model
+from ..measure.models import OPS_OF_LINEARS, OPS_OF_PROJECTIONS, Model
 
 METHODS = tuple(name for name in NAMES if name != LOW_LATENCY)  # plans are for long sequences
 COLLECTIVE, OUTPUT = "collective", "output"
-_PROJECTIONS = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}  # what they are under Ulysses
 _VOCAB_MULTIPLE = 128  # Megatron-Core pads the vocabulary to a multiple of this times the ranks
 
 
@@ -89,8 +88,8 @@ def predict(system: System, s: Strategy, model: Model) -> list[Prediction]:
     found = []
     for name, weight in weights.items():
         # Under Ulysses weights are whole: its projections are operators of its group, and other linears have a part of the rows.
-        if name in _PROJECTIONS and s.cp > 1:
-            cases = cases_of(name, _PROJECTIONS[name], weight, s.rows, s.cp, name)
+        if name in OPS_OF_PROJECTIONS and s.cp > 1:
+            cases = cases_of(name, OPS_OF_PROJECTIONS[name], weight, s.rows, s.cp, name)
         else:
             cases = cases_of(name, OPS_OF_LINEARS[name], weight, s.rows // s.cp, s.tp, name)
         found += [_predict(system, s, case) for case in cases]

@@ -28,11 +28,10 @@ from ...select.table import Winner
 from ...select.tiles import chunks_of, equal_chunks
 from ...ulysses.parts import cut_exchange
 from ..measure.cases import OPERATORS, Case, cases_of, check_divisible
-from ..measure.models import MODELS, OPS_OF_LINEARS
+from ..measure.models import MODELS, OPS_OF_LINEARS, OPS_OF_PROJECTIONS
 from ..measure.runs import Operands, Run, Session, inputs_of, overlapped, plan_of, problem_of
 from ..measure.timing import Call
 
-_EXCHANGED = {"qkv": "gemm_a2a", "proj": "a2a_gemm"}
 # A barrier takes 10 microseconds; collisions of shorter copies cost less than that.
 _SHORT_COPY_US = 40.0
 _SHORTEST_MESSAGE = 1 << 20  # between nodes: what a NIC sends within the latency of a message
@@ -42,7 +41,7 @@ def model_cases(model: str, rows: Iterable[int], ranks: int, ulysses: bool = Fal
     """fprop and dgrad of a model's linears for each M of `rows`. ulysses: of the projections of its attention under Ulysses; of a
     long sequence the first part. Raises ValueError where a size cannot be shared by the ranks."""
     weights, found = MODELS[model].linears, []
-    for m, (slot, op) in itertools.product(rows, (_EXCHANGED if ulysses else OPS_OF_LINEARS).items()):
+    for m, (slot, op) in itertools.product(rows, (OPS_OF_PROJECTIONS if ulysses else OPS_OF_LINEARS).items()):
         if slot not in weights:  # the output layer
             continue
         check_divisible("--seq", m, ranks)
