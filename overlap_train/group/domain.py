@@ -126,7 +126,7 @@ class OneNode:
         waits = BoundedWaits(domain.rank, domain.world_size, domain.config.timeout_s, domain.fault, domain.launcher)
         return heap, Workspace(heap, layout, domain.device, waits)
 
-    def meet_before_growth(self) -> None:
+    def barrier_before_growth(self) -> None:
         """What an operator that raised has sent comes before the heap is replaced: inside a node it has."""
 
     def products_beside(self, started: Any) -> AbstractContextManager[None]:

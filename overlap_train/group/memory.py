@@ -204,7 +204,7 @@ def _reallocate(domain: OverlapDomain, layout: Layout) -> None:
     The new heap is opened first. If that fails, it fails on all ranks alike, and calls that fit the old heap go on.
     """
     if domain.heap is not None:
-        domain.span.meet_before_growth()
+        domain.span.barrier_before_growth()
         if domain.on_gpu:
             torch.cuda.synchronize(domain.device)
         domain.agreement.barrier("overlap_train: grow symmetric memory")  # nobody is still pushing into the old heap

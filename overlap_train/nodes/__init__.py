@@ -1,6 +1,7 @@
 """Groups that span nodes: their slots, engines, transports, plans, and operators, which are added to the table of operators.
 
-Loaded by group/domain.py for the first group that spans nodes; ops/plan.py asks for the plan of such a group before.
+Loaded by group/domain.py for the first group that spans nodes. Before, ops/plan.py asks for its plan, and select/cost.py
+for its estimates.
 """
 
 from ..ops.table import register

@@ -1,4 +1,4 @@
-"""How the ranks of a group that spans nodes reach each other: its engine, its heap, how they wait, and how they meet."""
+"""How the ranks of a group that spans nodes reach each other: its engine, its heap, how they wait, and their barrier."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NodeWaits(BoundedWaits):
         self.topology, self._engine, self.barrier = topology, engine, self.barrier_in_two_steps
 
     def barrier_in_two_steps(self, call: Call) -> None:
-        """The rail peers meet, then the ranks of each node: who hears from one of these knows that its rail peers are here."""
+        """Of rail peers, then of the ranks of each node: who hears from one of these knows that its rail peers are here."""
         assert isinstance(call, NodeCall)
         topology = self.topology
         call.next_epoch()
@@ -145,7 +145,7 @@ class SeveralNodes(OneNode):
         waits = NodeWaits(topology, domain.config.timeout_s, domain.fault, engine, domain.launcher)
         return heap, NodeWorkspace(heap, layout, domain.device, waits)
 
-    def meet_before_growth(self) -> None:
+    def barrier_before_growth(self) -> None:
         """Nobody has waited for what an operator that raised has sent. It comes before the words of this barrier; else it could
         come into the new heap, as if a call there had sent it."""
         barrier(self.domain, Tag("overlap_train/grow", "barrier"))

@@ -52,4 +52,4 @@ class NvshmemPuts:
         self._bindings.putmem_signal_on_stream(self._start + place.data, staged, nbytes, *told)
 
     def close(self, orderly: bool) -> None:
-        """Do nothing: NVSHMEM's world ends when all domains have ended (nvshmem.py: finalize)."""
+        """Do nothing: NVSHMEM's world ends when all domains have ended (symmetric/nvshmem.py: finalize)."""

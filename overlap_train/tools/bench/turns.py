@@ -21,7 +21,7 @@ from .transformer_engine import USERBUFFERS
 
 TIMED_ONLY = ("gemm", "comm", "gemms")  # baselines that give no result
 NEEDED = {*TIMED_ONLY, "sequence"}  # there is no row without those of its case
-RIVALS = ("megatron", "async_tp", "te", *USERBUFFERS)  # other programs: what goes wrong in them is only a note
+OTHERS = ("megatron", "async_tp", "te", *USERBUFFERS)  # other programs: what goes wrong in them is only a note
 
 
 Runs = dict[str, Run]
@@ -55,7 +55,7 @@ def run(contest: Contest, session: Session) -> None:
         if problem is None:
             calls[name] = call
         else:
-            note(f"{contest.title}: {name}: {problem}", session, failure=name not in RIVALS)
+            note(f"{contest.title}: {name}: {problem}", session, failure=name not in OTHERS)
     if not calls.keys() >= NEEDED & contest.baselines.keys():
         return
     timings = session.time(calls, contest.flops)

@@ -1,4 +1,4 @@
-"""Panels of bars that lie, each with its number, against a bound."""
+"""Panels of horizontal bars, each with its number, against a bound."""
 
 from __future__ import annotations
 

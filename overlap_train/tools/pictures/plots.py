@@ -27,7 +27,7 @@ OPERATORS = {
     "dgrad_ar": "linear_dgrad_all_reduce", "gemm_ar": "linear_all_reduce",
 }  # fmt: skip
 PASSES = {"fprop": "forward", "dgrad": "input gradient"}
-RIVALS = ("megatron", "async_tp", "te", "te_userbuffers")  # drawn beside our methods
+BASELINES = ("megatron", "async_tp", "te", "te_userbuffers")  # drawn beside our methods
 SPEED_UP = Scale("speed-up (1 = NCCL + cuBLAS)")
 # Where bars are broken: one baseline at 3.4 would leave no room to compare the rest.
 OVER_GEMMS = Scale("time / GEMMs alone", start=1.0, limit=2.2)
@@ -84,14 +84,14 @@ def draw_layers(record: Record, path: Path) -> Path:
         f"Layers: forward and backward over their six GEMMs alone, {machine_of(record)}",
         "Lower is better. Line: the GEMMs alone; out of reach where copies take longer than the GEMMs that hide them.",
     )
-    drawn = {title: _bars(some, "gemms_ms", RIVALS, is_speed_up=False) for title, some in panels.items()}
+    drawn = {title: _bars(some, "gemms_ms", BASELINES, is_speed_up=False) for title, some in panels.items()}
     return bars(drawn, header, OVER_GEMMS, path)
 
 
-def _bars(rows: Sequence[Row], over: str, rivals: Sequence[str], is_speed_up: bool) -> list[Bar]:
-    """Of one case: each method, and the rivals that ran. The ratio of their times to what is named, or the inverse."""
+def _bars(rows: Sequence[Row], over: str, baselines: Sequence[str], is_speed_up: bool) -> list[Bar]:
+    """Of one case: each method, and the baselines that ran. The ratio of their times to what is named, or the inverse."""
     first = rows[0]
-    times = {name: first.get(f"{name}_ms") for name in rivals} | {row["method"]: row["ms"] for row in rows}
+    times = {name: first.get(f"{name}_ms") for name in baselines} | {row["method"]: row["ms"] for row in rows}
     ratios = {name: ms / first[over] for name, ms in times.items() if ms is not None}
     values = {name: 1 / ratios[name] if is_speed_up else ratios[name] for name in in_order(ratios)}
     bound = first.get("bound", 1.0)

@@ -25,7 +25,7 @@ class Strategy:
     """How a model is spread, and what goes through it at once. Every field is a flag of `plan`."""
 
     tp: int = option(
-        0, "tensor-parallel size; 0: 4, with --cp 1, with --nodes all GPUs of the nodes", parse=positive_int_or_0
+        0, "tensor-parallel size; 0: 1 beside --cp, all GPUs with --nodes, else 4", parse=positive_int_or_0
     )
     cp: int = option(1, "ranks that share the sequence (Ulysses)", parse=positive_int)
     nodes: int = option(1, "nodes that one group spans", parse=positive_int)
