@@ -151,7 +151,7 @@ class OverlapConfig:
     )
     on_unsupported: str = _setting(
         "error",
-        "what to do where overlap cannot act (TP 1, a recipe of fp8 that ours lacks, CUDA graphs of single layers): error, or fallback "
+        "what to do where overlap cannot act (TP 1, other recipes of fp8, CUDA graphs of single layers): error, or fallback "
         "to Megatron's code",
         ("error", "fallback"),
     )
