@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from .config import OverlapConfig
 from .group.domain import profiled
-from .linear import applied, as_rows, as_sequence, gradients, in_a_graph, once_differentiable
+from .linear import applied, as_rows, as_sequence, call, gradients, once_differentiable
 from .ops.gemm_ar import all_reduced
-from .ops.plan_cache import OnPlan, op_of
+from .ops.plan_cache import OnPlan
 from .ops.planned import PlannedOp
-from .ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE, PLAIN, PLAIN_OR_NONE, local_operands
+from .ops.spec import LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE
 from .ops.wgrad import WeightGradient
 
 
@@ -47,15 +47,10 @@ def linear_dgrad_all_reduce(
 
     Source: the GEMM + AllReduce of the Ditron paper, section E.3, is the same sum of tiles.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return in_a_graph(
-            linear_dgrad_all_reduce, x, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
-        )
-    if type(x) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
-        x, w_shard_n, bias = local_operands(LINEAR_DGRAD_ALL_REDUCE, group, x, w_shard_n, bias)
-    op = op_of(LINEAR_DGRAD_ALL_REDUCE, x, w_shard_n, bias, group, config, name, on_plan)
-    y_shard_n: torch.Tensor = _apply_dgrad_all_reduce(x, w_shard_n, bias, op)
-    return y_shard_n
+    return call(
+        linear_dgrad_all_reduce, LINEAR_DGRAD_ALL_REDUCE, _apply_dgrad_all_reduce, x, w_shard_n, bias,
+        group, config, name, on_plan,
+    )  # fmt: skip
 
 
 def linear_all_reduce(
@@ -82,15 +77,10 @@ def linear_all_reduce(
 
     Source: as linear_dgrad_all_reduce.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return in_a_graph(
-            linear_all_reduce, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
-        )
-    if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
-        x_shard_k, w_shard_k, bias = local_operands(LINEAR_ALL_REDUCE, group, x_shard_k, w_shard_k, bias)
-    op = op_of(LINEAR_ALL_REDUCE, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    y: torch.Tensor = _apply_all_reduce(x_shard_k, w_shard_k, bias, op)
-    return y
+    return call(
+        linear_all_reduce, LINEAR_ALL_REDUCE, _apply_all_reduce, x_shard_k, w_shard_k, bias,
+        group, config, name, on_plan,
+    )  # fmt: skip
 
 
 class _LinearDgradAllReduce(torch.autograd.Function):

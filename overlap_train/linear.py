@@ -28,7 +28,7 @@ from .config import OverlapConfig
 from .group.domain import is_profiling, profiled
 from .ops.plan_cache import OnPlan, op_of
 from .ops.planned import PlannedOp
-from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, PLAIN_OR_NONE, local_operands
+from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, PLAIN_OR_NONE, OperatorSpec, local_operands
 from .ops.wgrad import WeightGradient
 
 
@@ -198,15 +198,10 @@ def all_gather_linear(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.2; TileLink and Flux describe the same decomposition.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return in_a_graph(
-            all_gather_linear, x_shard_m, w_shard_n, bias, group=group, config=config, name=name, on_plan=on_plan
-        )
-    if type(x_shard_m) not in PLAIN or type(w_shard_n) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
-        x_shard_m, w_shard_n, bias = local_operands(ALL_GATHER_LINEAR, group, x_shard_m, w_shard_n, bias)
-    op = op_of(ALL_GATHER_LINEAR, x_shard_m, w_shard_n, bias, group, config, name, on_plan)
-    y_shard_n: torch.Tensor = _apply_all_gather(x_shard_m, w_shard_n, bias, op)
-    return y_shard_n
+    return call(
+        all_gather_linear, ALL_GATHER_LINEAR, _apply_all_gather, x_shard_m, w_shard_n, bias,
+        group, config, name, on_plan,
+    )  # fmt: skip
 
 
 def linear_reduce_scatter(
@@ -237,28 +232,31 @@ def linear_reduce_scatter(
 
     Source: Triton-distributed (arXiv 2504.19442) section 3.3.
     """
+    return call(
+        linear_reduce_scatter, LINEAR_REDUCE_SCATTER, _apply_reduce_scatter, x_shard_k, w_shard_k, bias,
+        group, config, name, on_plan,
+    )  # fmt: skip
+
+
+def call(
+    operator: Callable[..., torch.Tensor], spec: OperatorSpec, apply: Callable[..., torch.Tensor], x: Any, w: Any, bias: Any,
+    group: dist.ProcessGroup, config: OverlapConfig | None, name: str, on_plan: OnPlan | None,
+) -> torch.Tensor:  # fmt: skip
+    """The call of a public operator: as torch.compile traces it, or by `apply`, its autograd function, with the plan of these
+    operands. Of DTensors it takes the shards."""
     if torch.compiler.is_dynamo_compiling():
-        return in_a_graph(
-            linear_reduce_scatter, x_shard_k, w_shard_k, bias, group=group, config=config, name=name, on_plan=on_plan
-        )
-    if type(x_shard_k) not in PLAIN or type(w_shard_k) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
-        x_shard_k, w_shard_k, bias = local_operands(LINEAR_REDUCE_SCATTER, group, x_shard_k, w_shard_k, bias)
-    op = op_of(LINEAR_REDUCE_SCATTER, x_shard_k, w_shard_k, bias, group, config, name, on_plan)
-    y_shard_m: torch.Tensor = _apply_reduce_scatter(x_shard_k, w_shard_k, bias, op)
-    return y_shard_m
+        from .compiled import traced  # which a program that compiles nothing does not load
+
+        return traced(operator, x, w, bias, group=group, config=config, name=name, on_plan=on_plan)
+    if type(x) not in PLAIN or type(w) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
+        x, w, bias = local_operands(spec, group, x, w, bias)
+    return apply(x, w, bias, op_of(spec, x, w, bias, group, config, name, on_plan))
 
 
 def run_eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
     """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it. Wrapped here and not where the
     operator is defined, because that would import Dynamo, 1.4 s, with this package."""
     return torch.compiler.disable(operator)(*operands, **settings)
-
-
-def in_a_graph(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
-    """The call, as torch.compile traces it. A program that compiles nothing does not load compiled.py."""
-    from .compiled import traced
-
-    return traced(operator, *operands, **settings)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

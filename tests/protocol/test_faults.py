@@ -52,23 +52,23 @@ def _ulysses_step(config: OverlapConfig) -> torch.Tensor:
     return x.grad
 
 
-def _victim(rank: int, world: int, method: str, how: str, where: str, step: Step = _step) -> tuple[str, float]:
-    """Rank 1 meets its end while it pushes (`where`) of the third step; the others tell what they saw and when."""
-    config = OverlapConfig(method=method, timeout_s=TIMEOUT_S)
+def _victim(rank: int, world: int, method: str, how: str, where: str, step: Step = _step) -> str:
+    """Rank 1 meets its end while it pushes (`where`) of the third step; the others tell what they saw. Of a process that is gone
+    they hear, of one that stands still they do not."""
+    hears = how == "SIGKILL" and method == "chunked"
+    config = OverlapConfig(method=method, timeout_s=600.0 if hears else TIMEOUT_S)
     for _ in range(2):
         step(config)
     if rank == 1:
         _end_itself(config, how, where)
-    begin = time.monotonic()
     try:
         for _ in range(3):
             step(config)
     except OverlapTimeoutError as error:
-        seconds = time.monotonic() - begin
         with pytest.raises(OverlapTimeoutError):
             check()  # and it stays raised
-        return str(error), seconds
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 def _end_itself(config: OverlapConfig, how: str, where: str) -> None:
@@ -108,25 +108,23 @@ def test_a_dead_or_stopped_rank_is_named_by_the_others(how: str, where: str, wor
     outcomes = run_ranks(world, _victim, "chunked", how, where, step, limit_s=40, grace_s=TIMEOUT_S + 3)
     ended = how == "SIGKILL"  # its peers see that its process is gone
     words = ["rank 1 of the group has ended"] if ended else ["expected epoch", "seen"]
-    _check_survivors(outcomes, words, 1.5 if ended else TIMEOUT_S + 1.5)
+    _check_survivors(outcomes, words)
     assert _shared_memory() <= before
 
 
 def test_a_dead_rank_is_named_from_inside_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "1")
     outcomes = run_ranks(2, _victim, "fused", "SIGKILL", "before the data")
-    _check_survivors(outcomes, ["of rank 1", "expected epoch", "seen"], limit_s=90.0)  # interpreted polls
+    _check_survivors(outcomes, ["of rank 1", "expected epoch", "seen"])
 
 
-def _check_survivors(outcomes: list[Outcome], words: list[str], limit_s: float) -> None:
+def _check_survivors(outcomes: list[Outcome], words: list[str]) -> None:
     victim = outcomes.pop(1)
     assert victim.value is None and victim.exit_code == -signal.SIGKILL  # the harness ends a stopped one
     for outcome in outcomes:
         assert outcome.value is not None, outcome.error
-        message, seconds = outcome.value
-        assert any(f"{operator}/fprop" in message for operator in OPERATORS)
-        assert all(word in message for word in words), message
-        assert seconds <= limit_s
+        assert any(f"{operator}/fprop" in outcome.value for operator in OPERATORS)
+        assert all(word in outcome.value for word in words), outcome.value
 
 
 def _straggler(rank: int, world: int) -> int:

@@ -416,24 +416,22 @@ def _check_fault(fault: str, operators: tuple[str, ...]) -> None:
     assert found == (fault != "none"), said
 
 
-def _victim(rank: int, world: int, how: str, operators: str) -> tuple[str, float]:
-    """Rank 3, of node 1, meets its end in the third step; the others tell what they saw and when."""
+def _victim(rank: int, world: int, how: str, operators: str) -> str:
+    """Rank 3, of node 1, meets its end in the third step; the others tell what they saw."""
     step = partial(_step, case_of(2, timeout_s=TIMEOUT_S).config, *PAIRS[operators])
     step()
     step()
     if rank == 3:
         os.kill(os.getpid(), getattr(signal, how))
-    begin = time.monotonic()
     try:
         for _ in range(3):
             step()
     except OverlapTimeoutError as error:
-        seconds = time.monotonic() - begin
         with pytest.raises(OverlapTimeoutError):
             check()  # and it stays raised
         shutdown()  # returns, although the peer is gone
-        return str(error), seconds
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 def _step(config: OverlapConfig, first: Callable[..., torch.Tensor], second: Callable[..., torch.Tensor]) -> None:
@@ -465,6 +463,4 @@ def test_a_dead_or_stopped_rank_of_another_node_is_named(how: str, operators: st
 
 def _message(outcome: Outcome) -> str:
     assert outcome.value is not None, outcome.error
-    message, seconds = outcome.value
-    assert seconds < 3 * TIMEOUT_S + 3
-    return str(message)
+    return str(outcome.value)
