@@ -70,14 +70,19 @@ def _as_a_whole() -> AbstractContextManager[Any]:
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator for a backward that cannot be differentiated. It switches gradients off and on again, 2.5 microseconds:
-    here only where they are on (create_graph=True). Compiled autograd traces a backward: it gets this one as a whole."""
+    here only where they are on (create_graph=True). Compiled autograd traces a backward: it gets this one as a whole. Autocast
+    around `backward()` changes nothing: products have the dtype of forward's."""
     refused = refusing(backward)
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
+        run = refused if torch.is_grad_enabled() else backward
         if torch.compiler.is_dynamo_compiling():
-            return run_eagerly(refused if torch.is_grad_enabled() else backward, ctx, *gradients)
-        return (refused if torch.is_grad_enabled() else backward)(ctx, *gradients)
+            return run_eagerly(run, ctx, *gradients)
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(gradients[0].device.type, enabled=False):
+                return run(ctx, *gradients)
+        return run(ctx, *gradients)
 
     return once
 

@@ -97,7 +97,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         return report(chunks)
     hopeless = _problem_of_model(chunks, bool(experts.pending))
     # Why experts cannot act says more than that tensor parallelism, which they do not need, is off.
-    problem = experts.problem or hopeless or attentions.problem or _missing_slots(chunks, config)
+    problem = experts.problem or hopeless or attentions.problem or _missing_slots(chunks, config, bool(experts.pending))
     if problem is not None and config.on_unsupported == "error":
         raise problem.error
     if hopeless is None:
@@ -247,14 +247,15 @@ def _configs(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     )
 
 
-def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Problem | None:
+def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig, has_experts: bool) -> Problem | None:
     """Linear slots that have nothing to overlap. Not asked of pipeline stages, which need not have all. All slots, which are the
-    default, mean what is there."""
+    default, mean what is there, experts alone among it."""
     wanted = list(_wanted(chunks, config))
     found = {slot for _, slot, linear in wanted if is_candidate(linear)}
     is_stage = any(getattr(each, "pipeline_model_parallel_size", 1) > 1 for each in _configs(chunks))
     missing = [slot for slot in config.slots if slot not in found]
-    if is_stage or not missing or (found and (set(config.slots) == set(SLOTS) or _ALONE in found)):
+    is_there = bool(found) or has_experts
+    if is_stage or not missing or (is_there and (set(config.slots) == set(SLOTS) or _ALONE in found)):
         return None
     what = (
         f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
@@ -278,6 +279,6 @@ def _refuse_other_config(chunks: Sequence[torch.nn.Module], config: OverlapConfi
         theirs = linear.overlap.config
         for setting in fields(config):
             mine, other = getattr(config, setting.name), getattr(theirs, setting.name)
-            if mine != other:
+            if mine != other and not (setting.name == "slots" and set(mine) == set(other)):
                 what = f"config: {setting.name}={mine!r}, but {name} overlaps already with {setting.name}={other!r}"
                 raise ValueError(f"{what}; build the model anew, or use one config for every enable()")

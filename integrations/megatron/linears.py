@@ -365,7 +365,7 @@ def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
     chunks, own = chunks_of(model), (*OWN, OverlappedColumnParallelLinear, OverlappedRowParallelLinear)
     for index, chunk in enumerate(chunks):
         prefix = f"chunk{index}." if len(chunks) > 1 else ""
-        if is_candidate(chunk):
+        if is_candidate(chunk) and hasattr(chunk, "weight"):  # not a layer of experts alone
             yield prefix + type(chunk).__name__, chunk
             continue
         wrappers: tuple[str, ...] = ()

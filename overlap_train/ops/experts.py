@@ -98,7 +98,8 @@ class ExpertCall:
         kinds = frozenset((type(each), each.device) for each in weights)
         of_probs = None if probs is None else (probs.shape[1:], probs.dtype, probs.device)
         self._key = (*self._common, len(weights), kinds, x.device, of_probs, config)
-        self._problem = tensor_error(name, {spec.x_name: x, "probs": probs}) or autocast_error(name, x)
+        self._problem = tensor_error(name, {spec.x_name: x} | ({} if probs is None else {"probs": probs}))
+        self._problem = self._problem or autocast_error(name, x)
 
     def op(self) -> PlannedOp:
         """The planned call, once the rows are counted. Communicates at its first call, and where the heap has to grow.

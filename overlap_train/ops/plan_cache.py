@@ -23,11 +23,12 @@ from ..warn import warn_user
 from .launch import is_interpreted
 from .plan import Plan, error_on_device, make_plan, takes_scales
 from .planned import Planned, PlannedOp
-from .spec import PLAIN, Operands, OperatorSpec, autocast_error, tensor_error
+from .spec import PLAIN, PLAIN_OR_NONE, Operands, OperatorSpec, autocast_error, tensor_error
 
 if TYPE_CHECKING:
     from .tune_steps import AutotuneRuns
 
+_transforms = torch._C._are_functorch_transforms_active
 _CONFIGS = (OverlapConfig, type(None))
 _MOST_CALLS = 1024  # that are remembered
 # Called with the plan of a call, and with the autotune run in which the linear takes part by it, or None.
@@ -240,8 +241,8 @@ def op_of(
     config: OverlapConfig | None, name: str, on_plan: OnPlan | None = None,
 ) -> PlannedOp:  # fmt: skip
     """The planned call of the linear `name`: its handle, if nothing has changed since its last call, else by plan_of."""
-    if type(x) not in PLAIN or type(w) not in PLAIN or torch._C._are_functorch_transforms_active():
-        _refuse_strange(spec, x, w, name)
+    if type(x) not in PLAIN or type(w) not in PLAIN or type(bias) not in PLAIN_OR_NONE or _transforms():
+        _refuse_strange(spec, x, w, bias, name)
     trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
     now = (
         spec, x.shape, x.dtype, x.device, w.shape, w.dtype, w.stride(), w.data_ptr() % 16, takes_scales(config, w), trains,
@@ -278,8 +279,8 @@ def plan_of(
         OverlapTimeoutError: a rank did not come.
         RuntimeError: see group/memory.py, or another thread is in an operator of the same group.
     """
-    if type(x) not in PLAIN or type(w) not in PLAIN or torch._C._are_functorch_transforms_active():
-        _refuse_strange(spec, x, w, name)
+    if type(x) not in PLAIN or type(w) not in PLAIN or type(bias) not in PLAIN_OR_NONE or _transforms():
+        _refuse_strange(spec, x, w, bias, name)
     wrong = autocast_error(name, x)
     if wrong is not None:
         raise ValueError(wrong)
@@ -300,9 +301,10 @@ def plan_of(
         return planned
 
 
-def _refuse_strange(spec: OperatorSpec, x: torch.Tensor, w: torch.Tensor, name: str) -> None:
+def _refuse_strange(spec: OperatorSpec, x: object, w: object, bias: object, name: str) -> None:
     """Raise ValueError for operands that no operator can send, among those that are no plain tensors."""
-    wrong = tensor_error(name, {spec.x_name: x, spec.w_name: w})
+    operands = {spec.x_name: x, spec.w_name: w} | ({} if bias is None else {"bias": bias})
+    wrong = tensor_error(name, operands)
     if wrong is not None:
         raise ValueError(wrong)
 

@@ -5,6 +5,7 @@ A check that fails is reported as text instead of raised: the ranks of a group e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,15 @@ def other_autocast(x: torch.Tensor) -> torch.dtype | None:
     return None if dtype == x.dtype else dtype
 
 
-def tensor_error(name: str, tensors: dict[str, torch.Tensor | None]) -> str | None:
+def tensor_error(name: str, tensors: Mapping[str, object]) -> str | None:
     """What is wrong with operands that are no plain tensors, or None. tensors: by name."""
     if torch._C._are_functorch_transforms_active():
         return f"{name}: inside a transform of torch.func; operators have no rules for these: use torch.autograd"
     for what, tensor in tensors.items():
         kind: Any = type(tensor)
-        if tensor is not None and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if not isinstance(tensor, torch.Tensor):
+            return f"{name}: {what} is a {kind.__name__}; it must be a torch.Tensor"
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             way = "pass a tensor with memory of its own"
             if hasattr(tensor, "to_local"):
                 way = f"shard it over the group's ranks as the operator says, or pass its shard, {what}.to_local()"
@@ -202,7 +205,9 @@ def local_operands(
 
     ranks = dist.get_process_group_ranks(group)
     of_x = Replicate() if spec.replicated else Shard(0)
-    meant = (of_x, Shard(0), Shard(0)) if spec.sends_input else (Shard(x.dim() - 1), Shard(1), Replicate())
+    meant = (
+        (of_x, Shard(0), Shard(0)) if spec.sends_input else (Shard(getattr(x, "ndim", 1) - 1), Shard(1), Replicate())
+    )
 
     def local(tensor: Any, placement: Placement) -> Any:
         if (

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..config import flag_name
 from .product import BlockMatrix, Fp8Matrix
 
 
@@ -40,6 +41,11 @@ class WeightGradient:
         self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
         if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, number)):
             self._target = None
+        if self._target is not None and self._target.shape != weight.shape:
+            raise ValueError(
+                f"weight.main_grad is {list(self._target.shape)}, the weight {list(weight.shape)}; give main_grad the weight's "
+                f"shape, or use main_grad='off' ({flag_name('main_grad')})"
+            )
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 

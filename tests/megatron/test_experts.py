@@ -106,6 +106,13 @@ def test_training_is_that_of_megatrons_exchange(name: str) -> None:
     assert counters(model)["overlap_train/experts/overlapped_calls"] == 2 * calls
 
 
+@on_ranks
+def test_a_layer_of_experts_can_be_enabled_alone() -> None:
+    model = mixtral(None, tensor_model_parallel_size=1, sequence_parallel=False)
+    quietly_enable(model.decoder.layers[0].mlp, OURS)
+    assert [row.method for row in rows_of(model)] == ["-", "megatron"]
+
+
 STAYS = {  # changes to the model -> what the error, or the table, says
     "expert-parallel size 1": dict(expert_model_parallel_size=1, expert_tensor_parallel_size=None),
     "moe_token_dispatcher_type='allgather'": dict(moe_token_dispatcher_type="allgather"),

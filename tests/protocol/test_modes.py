@@ -188,12 +188,21 @@ def _autocast(rank: int, world: int) -> None:
                 linear(x, w)
             half = linear(x.bfloat16(), w.bfloat16())
         assert half.dtype == torch.bfloat16
+        value = torch.rand_like(y := linear(x, w))
+        expected = torch.autograd.grad(y, (x, w), value)
+        y = linear(x, w)
+        with torch.autocast("cpu", torch.bfloat16):
+            y.backward(value)
+        assert torch.equal(x.grad, expected[0]) and torch.equal(w.grad, expected[1])  # type: ignore[arg-type]
 
 
 def _hooks_on_saved_tensors(rank: int, world: int) -> None:
     """They give back other objects, without main_grad."""
     for linear, x, w in _all(_case()):
         (expected,) = torch.autograd.grad(linear(x, w).sum(), w)
+        w.main_grad = torch.zeros(7)  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=r"weight\.main_grad is \[7\], the weight \[8, "):
+            linear(x, w).sum().backward()
         w.main_grad = torch.zeros_like(w)
         torch.utils.checkpoint.checkpoint(linear, x, w, use_reentrant=False).sum().backward()
         with torch.autograd.graph.save_on_cpu():
@@ -226,9 +235,14 @@ def _tensors_that_are_not_plain(rank: int, world: int) -> None:
     case, x = _case(), torch.ones(4, 8)
     w = DTensor.from_local(torch.ones(8, 8), init_device_mesh("cpu", (world,)), [Replicate()])
 
-    def call(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return all_gather_linear(x, w, group=case.group, config=case.config)
+    def call(x: torch.Tensor, w: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        return all_gather_linear(x, w, bias, group=case.group, config=case.config)
 
+    for operands, what in (((x, None), "w_shard_n is a NoneType"), ((x, torch.ones(8, 8), [1.0]), "bias is a list")):
+        with pytest.raises(ValueError, match=f"{what}; it must be a torch"):
+            call(*operands)
+    with pytest.raises(ValueError, match=r"x_shard_k is a ndarray; it must be a torch\.Tensor"):
+        linear_reduce_scatter(x.numpy(), torch.ones(8, 8), group=case.group)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"w_shard_n is a DTensor, .*pass its shard, w_shard_n\.to_local\(\)"):
         call(x, w)
     with FakeTensorMode(), pytest.raises(ValueError, match="x_shard_m is a FakeTensor"):
