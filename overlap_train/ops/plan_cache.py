@@ -242,7 +242,7 @@ def op_of(
 ) -> PlannedOp:  # fmt: skip
     """The planned call of the linear `name`: its handle, if nothing has changed since its last call, else by plan_of."""
     if type(x) not in PLAIN or type(w) not in PLAIN or type(bias) not in PLAIN_OR_NONE or _transforms():
-        _refuse_strange(spec, x, w, bias, name)
+        _refuse_strange(spec, x, w, bias, group, name)
     trains = (x.requires_grad, w.requires_grad) if torch.is_grad_enabled() else None
     now = (
         spec, x.shape, x.dtype, x.device, w.shape, w.dtype, w.stride(), w.data_ptr() % 16, takes_scales(config, w), trains,
@@ -280,10 +280,10 @@ def plan_of(
         RuntimeError: see group/memory.py, or another thread is in an operator of the same group.
     """
     if type(x) not in PLAIN or type(w) not in PLAIN or type(bias) not in PLAIN_OR_NONE or _transforms():
-        _refuse_strange(spec, x, w, bias, name)
+        _refuse_strange(spec, x, w, bias, group, name)
     wrong = autocast_error(name, x)
     if wrong is not None:
-        raise ValueError(wrong)
+        raise _told(wrong, group, name)
     operands, cache = (x, w, bias), _caches.get(group)
     if cache is not None and not cache.domain.closed and isinstance(config, _CONFIGS):
         planned = cache.look_up(spec, operands, config, tries)[1]
@@ -301,12 +301,22 @@ def plan_of(
         return planned
 
 
-def _refuse_strange(spec: OperatorSpec, x: object, w: object, bias: object, name: str) -> None:
+def _refuse_strange(
+    spec: OperatorSpec, x: object, w: object, bias: object, group: dist.ProcessGroup, name: str
+) -> None:
     """Raise ValueError for operands that no operator can send, among those that are no plain tensors."""
     operands = {spec.x_name: x, spec.w_name: w} | ({} if bias is None else {"bias": bias})
     wrong = tensor_error(name, operands)
     if wrong is not None:
-        raise ValueError(wrong)
+        raise _told(wrong, group, name)
+
+
+def _told(problem: str, group: dist.ProcessGroup, name: str) -> ValueError:
+    """An error of this rank before ranks agree, of which its peers hear, unless the group has not made a call yet."""
+    error, cache = ValueError(problem), _caches.get(group)
+    if cache is not None and not cache.domain.closed:
+        cache.domain.fault.tell(error, name, begun=False)
+    return error
 
 
 def refuse(

@@ -88,6 +88,11 @@ def _is_frozen(step: Step) -> None:
     all_gather_linear(torch.ones(8, 8), step.w, group=dist.group.WORLD, config=step.config, name="fc1")
 
 
+def _is_refused(step: Step) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        step()
+
+
 def _asks_alone(step: Step) -> None:
     all_gather_linear(torch.ones(4, 8), torch.ones(24, 8), group=dist.group.WORLD, config=step.config, name="new")
 
@@ -101,6 +106,7 @@ RAISES = {
 DIFFERS = {
     "ends": _ends,
     "leaves": _leaves,
+    "is_refused": _is_refused,
     "is_longer": _is_longer,
     "is_frozen": _is_frozen,
     "asks_alone": _asks_alone,
@@ -119,7 +125,7 @@ def _mistake(rank: int, world: int, method: str, what: str, peers_agree: bool) -
         else:
             for _ in range(3):
                 step(rows=800 if what == "in_growth" else 40 if peers_agree else 8)
-    except (OverlapPeerError, OverlapMismatchError, MemoryError) as error:
+    except (OverlapPeerError, OverlapMismatchError, MemoryError, ValueError) as error:
         heard = type(error).__name__, str(error)
     # Its process goes on until all have heard: of the error, and not of its end.
     store = dist.PrefixStore("heard", dist.distributed_c10d._get_default_store())
@@ -154,6 +160,7 @@ def test_so_do_ranks_that_agree_meanwhile() -> None:
 MESSAGES = {
     "ends": r"rank 1 of the group has ended \(process",
     "leaves": r"rank 1 of the group has called shutdown\(\)",
+    "is_refused": r"rank 1 of the group raised ValueError: fc1: autocast to torch\.bfloat16 is on",
     "is_longer": r"\[8, 8\].*\[80, 8\]",
     "is_frozen": r"rank 1 is in: fc1: agree on its first call",
     "asks_alone": r"rank 1 is in: new: agree on its first call with input \[4, 8\], weight \[24, 8\]",
@@ -164,7 +171,7 @@ MESSAGES = {
 def test_peers_are_told_where_a_rank_is(what: str) -> None:
     first, second = run_ranks(2, _mistake, "chunked", what, False, limit_s=40)
     kind, text = first.value
-    assert kind == ("OverlapPeerError" if what in ("ends", "leaves") else "OverlapMismatchError")
+    assert kind == ("OverlapPeerError" if what in ("ends", "leaves", "is_refused") else "OverlapMismatchError")
     assert re.search(MESSAGES[what], text, re.S), text
     if kind == "OverlapMismatchError":  # and it hears so, too
         assert second.value[0] == kind and re.search(MESSAGES[what], second.value[1], re.S), second.value
