@@ -49,12 +49,11 @@ def add_grouped(
 
 def _has_kernel(dy: torch.Tensor, x: torch.Tensor, main_grads: Sequence[torch.Tensor], experts: int) -> bool:
     """Whether the kernel serves: gradients of one kind, matrices that TMA reads, main_grad that no two experts share."""
-    shape = (dy.shape[1], x.shape[1])
-    if experts < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, *shape):
+    if experts < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, dy.shape[1], x.shape[1]):
         return False
     if len({main_grad.data_ptr() for main_grad in main_grads}) not in (0, experts):
         return False
-    if any(main_grad.dtype != torch.float32 or main_grad.shape != shape for main_grad in main_grads):
+    if any(main_grad.dtype != torch.float32 for main_grad in main_grads):
         return False
     return all(matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in (dy, x, *main_grads))
 

@@ -260,7 +260,6 @@ OTHERS: dict[str, Callable[[Experts], list[WeightGradient | None]]] = {
     "one has no main_grad": _without_main_grad,
     "two share one": _two_share_one,
     "in 16 bits": lambda one: _each(one, torch.Tensor.bfloat16),
-    "flat": lambda one: _each(one, lambda main_grad: main_grad.view(-1)),
     "columns first": lambda one: _each(one, lambda main_grad: main_grad.t().contiguous().t()),
     "unaligned": lambda one: _with(one, x=torch.cat((one.x.flatten()[:1], one.x.flatten()))[1:].view(one.x.shape)),
     "apart": lambda one: _with(one, dy=torch.cat((one.dy, one.dy), 1)[:, :16]),
