@@ -163,6 +163,7 @@ def _agree(
 
 
 def _by_nccl(domain: OverlapDomain, config: OverlapConfig) -> bool:
+    """Whether calls of experts are collectives, whatever their rows: of NCCL, or of gloo."""
     return domain.topology.nodes > 1 or config.method == "collective"
 
 

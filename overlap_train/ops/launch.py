@@ -46,12 +46,12 @@ def protocol_arguments(domain: OverlapDomain, call: Call, direct: bool) -> dict[
     """What tells a kernel of one call the protocol: rank, signals, epoch, counters, time limit, tag. direct: the kernel stores at
     the peers itself, and advances the epoch."""
     counters = call.slot.direct_counters if direct else call.slot.counters
-    polls_per_s = 1e9 if domain.on_gpu else _INTERPRETER_POLLS_PER_SECOND  # nanoseconds on a GPU
+    a_second = 1e9 if domain.on_gpu else _INTERPRETER_POLLS_PER_SECOND  # as kernels count: nanoseconds, or polls
     return dict(
         rank=domain.rank, signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, outgoing_at_ptr=call.slot.outgoing_at,
         counter_ptr=counters.claimed, complete_ptr=counters.complete, left_ptr=counters.left,
         abort_ptr=domain.fault.abort, record_ptr=domain.fault.record, tag=call.tag.word,
-        limit=int(domain.config.timeout_s * polls_per_s),
+        limit=int(domain.config.timeout_s * a_second),
     )  # fmt: skip
 
 

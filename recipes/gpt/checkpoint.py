@@ -100,7 +100,7 @@ def load(trainer: Trainer, folder: Path) -> int:
     rank, where it is of another model."""
     run = dist_checkpointing.load_common_state_dict(str(folder))
     for name in MODEL:
-        saved, now = run["settings"].get(name, 0), getattr(trainer.settings, name)  # old ones have no lora
+        saved, now = run["settings"].get(name, 0), getattr(trainer.settings, name)  # without the setting: no adapters
         if saved != now:
             raise RecipeError(f"--load {folder} was saved with {flag(name)} {saved}, this run has {now}; pass {saved}")
     state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder))
