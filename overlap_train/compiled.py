@@ -78,11 +78,10 @@ def _config(text: str) -> OverlapConfig | None:
 
 
 def _returns_dw(w: torch.Tensor, config: OverlapConfig | None) -> bool | None:
-    """Whether backward returns something for the weight, and dw does not go into its main_grad alone; None: it is delayed."""
+    """Whether backward returns dw, which does not go into main_grad; None: it is delayed."""
     if getattr(w, "wgrad_store", None) is not None:
         return None
-    main_grad = None if config is not None and config.main_grad == "off" else getattr(w, "main_grad", None)
-    return main_grad is None or hasattr(w, "grad_added_to_main_grad")
+    return (config is not None and config.main_grad == "off") or getattr(w, "main_grad", None) is None
 
 
 class _Ticket(bytearray):
@@ -106,8 +105,8 @@ def _forward(
     row, function = _OPERATORS[operator]
     if wanted[1] and _returns_dw(w, _config(config)) is not returned[1]:
         raise RuntimeError(
-            f"{name}: main_grad, grad_added_to_main_grad or wgrad_store of its weight was set, or taken away, after "
-            f"torch.compile had traced the call; set them first, or call torch.compiler.reset()"
+            f"{name}: main_grad or wgrad_store of its weight was set, or taken away, after torch.compile had traced the call; "
+            f"set them first, or call torch.compiler.reset()"
         )
     with torch.set_grad_enabled(any(wanted)):  # plans ask what is trained, and compilers hand over tensors without that
         likes = [tensor.detach().requires_grad_(wants) for tensor, wants in zip((x, w), wanted, strict=False)]
@@ -174,8 +173,8 @@ def _backward(
         dx, dw, dbias, _ = ctx.function.backward(ctx, dy)
     if dw is not None and not returned[1] and is_watched(ctx.weight):
         raise RuntimeError(
-            f"{ctx.linear.tags.dgrad.op}: its weight has a hook, and in this graph dw goes into main_grad; set the weight's "
-            f"grad_added_to_main_grad before the call is traced, or use main_grad='off'"
+            f"{ctx.linear.tags.dgrad.op}: its weight has a hook, and in this graph dw goes into main_grad; use "
+            f"main_grad='off', or call it in eager mode (torch.compiler.disable)"
         )
     return [each.contiguous() for each, returns in zip((dx, dw, dbias), returned, strict=True) if returns]
 

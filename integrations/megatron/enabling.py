@@ -51,7 +51,7 @@ from overlap_train.integrations.megatron.linears import (
     turn_linear,
     why_not,
 )
-from overlap_train.integrations.megatron.main_grad import mark_shared_weights, provide_accumulation_fusion
+from overlap_train.integrations.megatron.main_grad import provide_accumulation_fusion
 from overlap_train.integrations.megatron.table import FirstTable, Report, report, stage
 from overlap_train.integrations.megatron.ulysses_linears import exchanging_forms
 from overlap_train.integrations.megatron.whole_sequence import WholeSequence
@@ -109,7 +109,6 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
         for name, layer in experts.pending:
             turn_experts(layer, config, name)
         linears = overlapped_linears(chunks)
-        mark_shared_weights(chunks, linears)
         sending = [linear for linear in linears if divides_weights(linear) and not attentions.exchanges(linear)]
         for group in {linear.tp_group for linear in sending}:
             CompileAhead(group, sending)

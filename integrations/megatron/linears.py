@@ -43,7 +43,7 @@ from overlap_train.integrations.megatron.conditions import (
     our_fp8,
     standing_reason,
 )
-from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused, through_main_grad
+from overlap_train.integrations.megatron.main_grad import accumulates, fused_alike, is_fused
 from overlap_train.integrations.megatron.te_norm import (
     NormKernels,
     norm_all_gather_linear,
@@ -190,8 +190,7 @@ class MegatronFallback:
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         renew_copies(self, weight)
-        call = fused_alike(self, weight, kwargs)
-        y = super()._forward_impl(input, through_main_grad(self, weight), *args, **call)  # type: ignore[misc]
+        y = super()._forward_impl(input, weight, *args, **fused_alike(self, weight, kwargs))  # type: ignore[misc]
         return self.overlap.watched(y)
 
 

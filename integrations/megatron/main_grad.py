@@ -1,12 +1,12 @@
-"""Which weight gradients go straight into `weight.main_grad`, how calls that fall back join in, and the fusion without Apex.
+"""Which weight gradients go straight into `weight.main_grad`, and the fusion without Apex.
 
-Megatron's DDP gives every parameter a buffer `main_grad`, fp32 or 16-bit, and a mark `grad_added_to_main_grad`. A backward that
-has added its gradient there sets the mark, and DDP's hook then ignores `weight.grad` until the next zero_grad_buffer(). So
-overlapped calls of a weight and those that fall back all add (`accumulates`), or all return.
+Megatron's DDP gives every parameter a buffer `main_grad`, fp32 or 16-bit, and a mark `grad_added_to_main_grad`, with which its
+hook ignores `weight.grad`. overlap_train/ops/wgrad.py sets the mark where nobody has returned a gradient beside ours.
 
-With `gradient_accumulation_fusion` Megatron itself adds there by the extension `fused_weight_gradient_mlp_cuda`. Apex compiles
-it, no wheel brings it, and without it Megatron refuses to build linears with that setting. A module of that name that calls
-torch serves the linears of Megatron, and overlapped ones where a call falls back.
+With `gradient_accumulation_fusion` Megatron adds there itself, and sets the mark whatever others return. It does so by an
+extension, `fused_weight_gradient_mlp_cuda`, which Apex compiles and no wheel brings. Without it Megatron refuses to build linears
+with that setting. A module of that name that calls torch serves the linears of Megatron, and overlapped ones where a call falls
+back.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from overlap_train.ops.wgrad import accumulate, is_accumulated, is_watched, unmark
+from overlap_train.ops.wgrad import accumulate, is_watched
 
 if TYPE_CHECKING:
     from overlap_train import OverlapConfig
@@ -39,48 +37,22 @@ def accumulates(linear: Any, weight: torch.Tensor, config: OverlapConfig) -> boo
     main_grad = getattr(weight, "main_grad", None)
     if config.main_grad != "accumulate" or main_grad is None:
         return False
-    if getattr(weight, "__fsdp_param__", False) or _is_used_twice(linear, weight):
+    if getattr(weight, "__fsdp_param__", False):
         return False
     if linear.gradient_accumulation_fusion:
         return True
     return main_grad.dtype == torch.float32 and hasattr(weight, "grad_added_to_main_grad")
 
 
-def _is_used_twice(linear: Any, weight: torch.Tensor) -> bool:
-    """Whether an embedding of the same pipeline stage shares this weight, and DDP would miss the embedding's gradient: on the
-    last stage of a model with multi-token prediction and tied embeddings. With one stage Megatron sets zero_out_wgrad."""
-    tied = getattr(weight, "shared_embedding", False) and bool(getattr(linear.config, "mtp_num_layers", None))
-    return tied and not getattr(weight, "zero_out_wgrad", False)
-
-
-def mark_shared_weights(chunks: Iterable[torch.nn.Module], linears: Iterable[Any]) -> None:
-    """Let DDP add both gradients of a linear's weight that another module of the model has, too.
-
-    The other module returns its gradient, which DDP would drop. Megatron marks its own tied embeddings so (zero_out_wgrad), but
-    knows nothing of weights that a user ties, as in `model.output_layer.weight = model.embedding.word_embeddings.weight`.
-    """
-    modules = (module for chunk in chunks for module in chunk.modules())
-    owners = Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
-    for linear in linears:
-        if linear.weight is not None and owners[id(linear.weight)] > 1:
-            linear.weight.zero_out_wgrad = True
-
-
-def through_main_grad(linear: Any, weight: torch.Tensor) -> torch.Tensor:
-    """The weight for a call that falls back: itself, or a view whose gradient is added into weight.main_grad, as Megatron's own
-    backward does with gradient accumulation fusion."""
-    fused = linear.gradient_accumulation_fusion
-    if fused or not torch.is_grad_enabled() or not weight.requires_grad:
-        return weight
-    return _IntoMainGrad.apply(weight) if accumulates(linear, weight, linear.overlap.config) else weight
-
-
 def is_fused(linear: Any, weight: torch.Tensor) -> bool:
-    """Whether a call that falls back may add into main_grad by Megatron's gradient accumulation fusion: where overlapped calls
-    add there, too. No call of FSDP's weights overlaps."""
+    """Whether a call that falls back may add into main_grad by Megatron's gradient accumulation fusion, which drops what others
+    return: where overlapped calls add there and nobody has a hook, and not of a later pipeline stage whose multi-token prediction
+    embeds by this weight. No call of FSDP's weights overlaps."""
     if not linear.gradient_accumulation_fusion or getattr(weight, "__fsdp_param__", False):
         return linear.gradient_accumulation_fusion
-    return accumulates(linear, weight, linear.overlap.config) and not is_watched(weight)
+    embeds = getattr(weight, "shared_embedding", False) and bool(getattr(linear.config, "mtp_num_layers", None))
+    embeds = embeds and not getattr(weight, "zero_out_wgrad", False)  # which Megatron sets with one stage
+    return accumulates(linear, weight, linear.overlap.config) and not is_watched(weight) and not embeds
 
 
 def fused_alike(linear: Any, weight: torch.Tensor, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,27 +61,6 @@ def fused_alike(linear: Any, weight: torch.Tensor, call: Mapping[str, Any]) -> d
     if call.get("grad_output_buffer") is not None:
         return dict(call)
     return {**call, "gradient_accumulation_fusion": is_fused(linear, weight)}
-
-
-class _IntoMainGrad(torch.autograd.Function):
-    """Identity; backward adds the gradient into main_grad and returns what DDP's hook expects in its place."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight  # not saved: hooks on saved tensors give back another object, without main_grad
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        weight = ctx.weight
-        if is_watched(weight) or not is_accumulated(ctx, 0):
-            unmark(weight, ctx, 0)
-            return grad
-        weight.main_grad.add_(grad)
-        weight.grad_added_to_main_grad = True
-        # With tied weights DDP adds weight.grad in spite of the mark, for the embedding's share in it.
-        return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"

@@ -4,6 +4,7 @@ weights that TransformerEngine keeps in fp8 itself (--fp8-param-gather).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from overlap_train import Fp8Copies
 from overlap_train.integrations.megatron.conditions import attribute, is_in_fp8
+from overlap_train.ops.wgrad import note_added
 
 
 def renew_copies(linear: Any, weight: torch.Tensor, in_fp8: bool = False) -> None:
@@ -48,7 +50,7 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
     if not is_in_fp8(weight):
         return weight
     w8: Any = _Numbers.apply(weight)
-    copies, w8.main_grad, w8.grad_added_to_main_grad = weight.fp8_copies, weight.main_grad, False  # type: ignore[attr-defined]
+    copies, w8.main_grad = weight.fp8_copies, weight.main_grad  # type: ignore[attr-defined]
     copies.inverse, w8.fp8_copies = weight._scale_inv, copies  # type: ignore[attr-defined]
     if (scales := attribute(weight, "fp8_scales", None)) is not None:
         w8.fp8_scales = scales
@@ -57,18 +59,16 @@ def plain(weight: torch.Tensor) -> torch.Tensor:
 
 
 class _Numbers(torch.autograd.Function):
-    """The numbers of a weight in fp8. Its gradient is in main_grad already; the weight gets what data parallelism expects."""
+    """The numbers of a weight in fp8, whose gradient goes into main_grad."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> torch.Tensor:
         ctx.weight = weight
+        ctx.set_materialize_grads(False)
         return weight._data.view(torch.float8_e4m3fn)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, placeholder: torch.Tensor) -> torch.Tensor | None:
+    def backward(ctx: Any, _: None) -> None:
         weight = ctx.weight
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        return weight.main_grad.new_empty(weight.shape, dtype=weight.dtype)
+        note_added(weight, ctx, 0, partial(weight.main_grad.new_empty, weight.shape, dtype=weight.dtype))

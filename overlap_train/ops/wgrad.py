@@ -4,9 +4,10 @@
 
 What an all-to-all has brought comes in blocks: of dy [W, M, N/W] (rows of dw), or of x [W, M, K/W] (columns of dw).
 
-Megatron's data parallelism keeps gradients in fp32 buffers: each parameter has `main_grad`, and `grad_added_to_main_grad` says
-that backward has put its gradient there already. Where somebody looks at the gradient itself, by a hook on the weight or by
-torch.autograd.grad, it is returned, and the mark taken away: data parallelism then adds what comes out of the hooks.
+Megatron's data parallelism keeps gradients in fp32 buffers: each parameter has `main_grad`, and by its mark
+`grad_added_to_main_grad` weight.grad does not count. A backward that adds to main_grad returns nothing. A hook where autograd
+accumulates sets the mark, unless others return a gradient of the weight: a penalty on it, an embedding that shares it. Where
+somebody looks at the gradient itself, by a hook on the weight or by torch.autograd.grad, it is returned.
 
 A weight with a `wgrad_store` has its product delayed: backward puts it there, and the owner of the store calls it later
 (TransformerEngine's WeightGradStore, which Megatron's `backward_dw` empties). dw then goes into main_grad or weight.grad. Where
@@ -115,20 +116,16 @@ class WeightGradient:
             x.accumulate(self._target, dy_nm)
 
     def result(self, placeholder: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """dw for autograd; None if it is delayed; None, or a placeholder where a hook insists on a gradient, if it goes into
-        `weight.main_grad`. placeholder: makes memory for it, which weights may share. Called once."""
+        """dw for autograd; None if it is delayed, or goes into `weight.main_grad`. placeholder: as in note_added. Called once."""
         ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
             unmark(self._weight, ctx, self._number)
             return self._in_dtype_of_weight()
         if self._dw is not None:
             self._target.add_(self._dw)
-        if not hasattr(self._weight, "grad_added_to_main_grad"):
-            return None
-        self._weight.grad_added_to_main_grad = True
-        if getattr(self._weight, "zero_out_wgrad", False):
-            return torch.zeros_like(self._weight)
-        return torch.empty_like(self._weight) if placeholder is None else placeholder().detach()
+        if ctx is not None:
+            note_added(self._weight, ctx, self._number, placeholder)
+        return None
 
     def _in_dtype_of_weight(self) -> torch.Tensor | None:
         dw, dtype = self._dw, self._weight.dtype
@@ -138,6 +135,41 @@ class WeightGradient:
 def is_watched(weight: torch.Tensor) -> bool:
     """Whether somebody has a hook on the gradient of this weight. DDP's own hook is not on the weight."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+def note_added(
+    weight: torch.Tensor, ctx: Any, number: int, placeholder: Callable[[], torch.Tensor] | None = None
+) -> None:
+    """Note that a backward has added the gradient of input `number`, a weight, to main_grad, and returns None. ctx: of that
+    backward. placeholder: makes memory, which weights may share, for what data parallelism's hook finds in weight.grad."""
+    if not (weight.is_leaf and hasattr(weight, "grad_added_to_main_grad")):
+        return
+    node = ctx.next_functions[number][0]
+    accumulation = node.metadata.get("overlap_train")  # as long as the node lives
+    if accumulation is None:
+        accumulation = node.metadata["overlap_train"] = _Accumulation(weight)
+        node.register_prehook(accumulation)
+    accumulation.placeholder = placeholder or partial(torch.empty_like, weight)
+
+
+class _Accumulation:
+    """Runs before autograd accumulates what others have returned for a weight with a mark, and sets it for data parallelism."""
+
+    ADDED = 1  # True is of Megatron's or TransformerEngine's backward, which has returned memory without a value: not to be added
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight: Any = weight
+        self.placeholder: Callable[[], torch.Tensor] | None = None
+
+    def __call__(self, gradients: tuple[torch.Tensor | None]) -> None:
+        weight, placeholder, self.placeholder = self._weight, self.placeholder, None
+        if gradients[0] is not None:
+            weight.grad_added_to_main_grad = weight.grad_added_to_main_grad is True
+        elif placeholder is not None:
+            weight.grad_added_to_main_grad = self.ADDED
+            if weight.grad is None:
+                value = placeholder().detach()
+                weight.grad = value.zero_() if getattr(weight, "zero_out_wgrad", False) else value
 
 
 def unmark(weight: torch.Tensor, ctx: Any, number: int) -> None:

@@ -156,7 +156,7 @@ def _main_grad(rank: int, world: int, gathered_input: str) -> None:
         assert w.grad is None and torch.equal(w.main_grad, 257 * expected + 2.0**-10)
     w.grad_added_to_main_grad, w.zero_out_wgrad = False, True
     operator(x, w, group=case.group, config=case.config).sum().backward()
-    assert w.grad_added_to_main_grad is True and w.grad is not None and not w.grad.any()
+    assert w.grad_added_to_main_grad and w.grad is not None and not w.grad.any()
 
 
 @pytest.mark.parametrize("gathered_input", ["regather", "keep"])

@@ -155,7 +155,7 @@ def _main_grad(rank: int, world: int) -> None:
     assert w.grad is None and torch.equal(w.main_grad, 3 + 2 * expected)
     w.grad_added_to_main_grad, w.zero_out_wgrad = False, True
     linear_reduce_scatter(x[..., :16].repeat(world, 1, 1), w, group=case.group, config=case.config).sum().backward()
-    assert w.grad_added_to_main_grad is True and w.grad is not None and not w.grad.any()
+    assert w.grad_added_to_main_grad and w.grad is not None and not w.grad.any()
 
 
 def test_main_grad_accumulation() -> None:
