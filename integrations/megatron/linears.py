@@ -66,12 +66,15 @@ from overlap_train.select.autotune import Autotune
 OWN = (ColumnParallelLinear, RowParallelLinear)
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
-# How Megatron-Core names the linears in its modules -> our name of the linear slot. _LATENT: of multi-latent attention.
+# How Megatron-Core names the linears in its modules -> our name of the linear slot. _LATENT: of multi-latent attention; in_proj,
+# out_proj: of layers that take the place of attention (gated delta net, Mamba).
 _LATENT = ("q", "q_down", "q_up", "kv_down", "kv_up", "qkv_down")
 SLOT_OF_ATTRIBUTE = {
     "linear_qkv": "qkv",
     **{f"linear_{part}_proj": "qkv" for part in _LATENT},
+    "in_proj": "qkv",
     "linear_proj": "proj",
+    "out_proj": "proj",
     "linear_fc1": "fc1",
     "linear_fc2": "fc2",
     "output_layer": "output",
@@ -373,7 +376,7 @@ def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
                 wrappers += (f"{name}.",)
             elif name.startswith(wrappers) and name.rpartition(".")[2] not in _WRAPPED:
                 continue
-            elif (slot_of(name) is not None and hasattr(module, "weight")) or type(module) in own:
+            elif (slot_of(name) is not None and hasattr(module, "weight") and hasattr(module, "config")) or type(module) in own:
                 yield prefix + re.sub(r"^(module\.)+", "", name), module
 
 

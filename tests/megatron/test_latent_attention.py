@@ -69,7 +69,7 @@ def _replace_norms(spec: Any) -> None:
             _replace_norms(part)
 
 
-def _step(model: GPTModel) -> tuple[float, dict[str, torch.Tensor]]:
+def one_step(model: GPTModel) -> tuple[float, dict[str, torch.Tensor]]:
     text = next(batches())
     positions = torch.arange(SEQUENCE).expand(len(text), -1)
     loss = model(text[:, :-1], positions, None, labels=text[:, 1:]).mean()
@@ -81,9 +81,9 @@ def _step(model: GPTModel) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("expert_parallel", [1, 2])
 @on_ranks
 def test_a_model_of_latent_attention_and_experts(expert_parallel: int) -> None:
-    expected_loss, expected = _step(deepseek(expert_parallel, None))
+    expected_loss, expected = one_step(deepseek(expert_parallel, None))
     model = deepseek(expert_parallel, OverlapConfig())
-    loss, actual = _step(model)
+    loss, actual = one_step(model)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_close(actual, expected)
     experts = [x for x in report(model).linears if "local_experts" in x.name]
