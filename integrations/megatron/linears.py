@@ -376,7 +376,8 @@ def named_linears(model: Model) -> Iterator[tuple[str, Any]]:
                 wrappers += (f"{name}.",)
             elif name.startswith(wrappers) and name.rpartition(".")[2] not in _WRAPPED:
                 continue
-            elif (slot_of(name) is not None and hasattr(module, "weight") and hasattr(module, "config")) or type(module) in own:
+            is_linear = hasattr(module, "weight") and hasattr(module, "config")  # no linear of torch of that name
+            if (is_linear and slot_of(name) is not None) or type(module) in own:
                 yield prefix + re.sub(r"^(module\.)+", "", name), module
 
 
