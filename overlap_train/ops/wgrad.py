@@ -168,8 +168,9 @@ class _Accumulation:
         elif placeholder is not None:
             weight.grad_added_to_main_grad = self.ADDED
             if weight.grad is None:
-                value = placeholder().detach()
-                weight.grad = value.zero_() if getattr(weight, "zero_out_wgrad", False) else value
+                weight.grad = placeholder()
+                if getattr(weight, "zero_out_wgrad", False):
+                    weight.grad.zero_()
 
 
 def unmark(weight: torch.Tensor, ctx: Any, number: int) -> None:
