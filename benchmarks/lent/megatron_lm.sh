@@ -12,7 +12,7 @@
 # of its experts, 3 layers); of these mixtral-small, qwen3-small and deepseek-small are cut for two ranks on one GPU, with 1024
 # tokens, for losses and not for times. RANKS: more than there are GPUs share these (shared.sh). ITERS: steps, of which the first
 # four do not count (default 14). LIMIT: seconds of a variant (default 120). TE_ENV: see session.sh. FUSION=on: gradient
-# accumulation fusion on every side (Apex's kernel is our launcher's); else on none.
+# accumulation fusion on every side, with a stand-in for Apex's kernel; else on none.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 
@@ -83,7 +83,18 @@ train() {
 }
 
 fusion=--no-gradient-accumulation-fusion
-[ "${FUSION:-off}" = off ] || fusion=
+if [ "${FUSION:-off}" != off ]; then
+  fusion=
+  mkdir -p "$out/apex"
+  cat >"$out/apex/fused_weight_gradient_mlp_cuda.py" <<'PYTHON'
+from overlap_train.ops.wgrad import accumulate
+
+
+def wgrad_gemm_accum_fp32(x, dy, main_grad):
+    accumulate(main_grad, dy, x)
+PYTHON
+  export PYTHONPATH=$out/apex:${PYTHONPATH-}
+fi
 tensor="--tensor-model-parallel-size $tp --sequence-parallel $fusion"
 beside="--overlap-moe-expert-parallel-comm --delay-wgrad-compute" # wants many hardware queues
 # Without the last flag the data loader makes a mask of 1 GiB for each sample: four of eight steps took twice as long or longer.
