@@ -180,11 +180,13 @@ def test_what_cannot_run_is_refused(
         ("hierarchical --methods chunked,direct", "--methods: 'direct'"),
         ("operators --graphs", "--graphs: CUDA graphs need GPUs"),
         ("timeline", "bench timeline records GPUs, and this process sees none"),
+        ("operators --out file/out", "--out file/out: rank 0 cannot write there (NotADirectoryError"),
     ],
 )
 def test_what_cannot_run_on_these_ranks_is_refused(
     line: str, message: str, script_server: ScriptServer, tmp_path: Path
 ) -> None:
+    (tmp_path / "file").touch()
     status, said = script_server.run(*BENCH, *line.split(), folder=tmp_path)
     assert status == 2 and message in said, said
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def measure(name: str, bench: Bench) -> bool:
     """Join the ranks, measure, write and print; returns whether one of our methods failed or was wrong. name: the subcommand.
 
     Raises:
-        ValueError: a method cannot run on these ranks; there are no GPUs to capture graphs on.
+        ValueError: a method cannot run on these ranks; there are no GPUs to capture graphs on; --out cannot be written.
     """
     if bench.graphs and not torch.cuda.is_available():
         raise ValueError("--graphs: CUDA graphs need GPUs, and this process sees none; leave it out")
@@ -164,7 +165,8 @@ def measure(name: str, bench: Bench) -> bool:
     if here.device.type == "cpu":
         here.say(SLOW)
     session = session_of(bench, here)
-    session.results.add([])  # a folder that cannot be written is said before minutes of measuring
+    if problem := here.attempt(partial(session.results.add, [])):  # before minutes of measuring
+        raise ValueError(f"--out {bench.out}: rank 0 cannot write there ({problem}); name another folder")
     world.heat(here.device)
     began = time.monotonic()
     with torch.set_grad_enabled(name == "layers"):  # operators are single passes, of which autograd knows nothing
