@@ -31,6 +31,9 @@ FAULTS = {
     # and torchrun ends the other ranks
     "dies": "overlap_train.all_gather_linear = "
     "lambda *a, **k: (os.kill(int(pathlib.Path('first').read_text()), signal.SIGTERM), os._exit(3))",
+    # and, as under srun, the store with it
+    "kills the first": "overlap_train.all_gather_linear = "
+    "lambda *a, **k: os.kill(int(pathlib.Path('first').read_text()), signal.SIGKILL)",
 }
 
 
@@ -100,6 +103,12 @@ def test_an_operator_that_raises_on_one_rank(script_server: ScriptServer, tmp_pa
 def test_a_rank_that_dies_is_named(script_server: ScriptServer, tmp_path: Path) -> None:
     doctor(script_server, tmp_path, faults=("dies",))
     assert failures(tmp_path)["operators", 1].startswith("does not answer when the job was ended (SIGTERM) after ")
+
+
+def test_a_first_rank_that_dies_is_named_without_its_store(script_server: ScriptServer, tmp_path: Path) -> None:
+    _, said = doctor(script_server, tmp_path, faults=("kills the first",))
+    assert failures(tmp_path)["operators", 0].startswith("the job's store is gone: rank 0,"), said
+    assert "doctor: FAIL (1 FAIL," in said and "Traceback" not in said
 
 
 def test_a_rank_that_never_came_is_named(script_server: ScriptServer, tmp_path: Path) -> None:

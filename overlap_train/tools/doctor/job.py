@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -75,8 +76,21 @@ class Job:
         """
         if self.broken:
             return []
-        began = time.monotonic()
         self._worker.submit(self._post_outcome, name, work, fix)
+        try:
+            found = self._outcome(name, limit_s, fix)
+        except dist.DistError:  # of the store; the other ranks can no longer be asked
+            lost = "the job's store is gone: rank 0, or the torchrun that serves it, has ended"
+            found = [Finding(FAIL, name, lost, "", _DEAD, 0, self.hosts[0])]
+            elsewhere = [rank for rank, host in enumerate(self.hosts) if host != self.hosts[0]]
+            self._answering = elsewhere or range(1, self.size)
+            self._give_up(name)
+        self.findings += found
+        return found
+
+    def _outcome(self, name: str, limit_s: float, fix: str) -> list[Finding]:
+        """What all ranks have found by a check, or who is to blame that it has not ended."""
+        began = time.monotonic()
         replies = self._wait(name, limit_s)
         self.hosts = [replies[rank]["host"] if rank in replies else host for rank, host in enumerate(self.hosts)]
         found = [Finding(**finding) for reply in replies.values() for finding in reply["findings"]]
@@ -85,10 +99,12 @@ class Job:
             self._terminated = False
             after = f"{ended} {time.monotonic() - began:.0f} s"
             found += self._blame(Finding(FAIL, name, after, f"an answer within {limit_s:g} s", fix), replies)
-            self.skip(f"whatever follows {name}, which did not end")
-            self.broken = True
-        self.findings += found
+            self._give_up(name)
         return found
+
+    def _give_up(self, name: str) -> None:
+        self.skip(f"whatever follows {name}, which did not end")
+        self.broken = True
 
     def skip(self, what: str) -> None:
         """Add a finding: what could not be checked. Once a check has not ended, that has been said."""
@@ -103,9 +119,10 @@ class Job:
 
     def leave(self) -> None:
         """Under srun rank 0 serves the store: it waits until nobody asks it any more."""
-        self._post("left")
-        if self.rank == 0:
-            self._wait("left", _LEFT_S, self._answering)
+        with suppress(dist.DistError):  # the store is gone
+            self._post("left")
+            if self.rank == 0:
+                self._wait("left", _LEFT_S, self._answering)
 
     def _post(self, name: str, findings: Collection[Finding] = (), raised: bool = False) -> None:
         host = self.hosts[self.rank]
