@@ -95,15 +95,14 @@ def choose(
     nodes: that the group spans, as the one that has measured the table. all_reduces: the sums of the pass are gathered again;
     in_forward: behind nothing else. without: methods that `auto` does not take.
     """
-    system = _system_of(pass_, device)
-    winner = winner_of(pass_, system, table)
+    winner = winner_of(pass_, device, table)
     if requested != "auto":
         choice = Choice(Method(requested), "asked for")
     elif winner is not None:
         choice = Choice(Method(winner.how.name), f"auto: tuned for {winner.measured}")
     else:
-        choice = untuned(pass_, system, nodes, all_reduces, in_forward, without)
-    return replace(choice, how=with_options(choice.how.name, pass_, system, winner, nodes))
+        choice = untuned(pass_, device, nodes, all_reduces, in_forward, without)
+    return replace(choice, how=with_options(choice.how.name, pass_, _system_of(pass_, device), winner, nodes))
 
 
 def winner_of(pass_: Pass, device: torch.device | System, table: Table) -> Winner | None:
@@ -120,7 +119,7 @@ def untuned(
 ) -> Choice:  # fmt: skip
     """What `auto` takes where nothing was measured: `fused`, or with few rows `direct`, unless another method is
     estimated to be faster. all_reduces, in_forward, without: see choose."""
-    system, reach = System.of(device), reach_of(nodes)
+    system, reach = _system_of(pass_, device), reach_of(nodes)
     if system.type != "cuda":
         return Choice(Method("chunked"), "auto: not tuned: CPU tensors")
     served = on_hopper(pass_, system)  # kernels of ours that multiply were measured on Hopper only

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from overlap_train import choose
 from overlap_train.schedule.kinds import Kind
 from overlap_train.select import autotune
 from overlap_train.select.autotune import (
@@ -141,5 +142,9 @@ def test_who_takes_turns(hopper_gpu: pytest.MonkeyPatch) -> None:
     assert methods_to_try(FC1, CPU, 1)[0] == "chunked" and set(methods_to_try(FC1, CPU, 1)) == set(NAMES)
     many = methods_to_try(Pass(Kind.AG_GEMM, 8192, 4096, 4096, torch.bfloat16, 2), CUDA, 1)
     assert many[0] == "fused" and set(many) == set(NAMES) - {"low_latency"}, "it does not serve so many bytes"
+    in_fp8 = Pass(Kind.AG_GEMM, 2048, 7168, 4096, torch.bfloat16, 2, fp8=True)
+    assert methods_to_try(in_fp8, CUDA, 1)[0] == choose("auto", in_fp8, CUDA, UNTUNED).method == "direct"
+    within_noise = {(in_fp8.kind, "direct"): 1.0, (in_fp8.kind, "fused"): 0.99}
+    assert winners(in_fp8, [within_noise], UNTUNED, CUDA, 1)[0].how.name == "direct", "as where nothing is measured"
     across = methods_to_try(Pass(Kind.AG_GEMM, 65536, 4096, 4096, torch.bfloat16, 4), CUDA, 2)
     assert set(across) == {"fused", "chunked", "collective"}
