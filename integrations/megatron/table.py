@@ -12,7 +12,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from overlap_train.group.registry import made_domain
+from overlap_train.group.topology import in_ranges
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, sharing_attentions, why_not_ulysses
 from overlap_train.integrations.megatron.conditions import divides_weights, not_in_fp8, standing_reason
 from overlap_train.integrations.megatron.experts import (
@@ -292,14 +292,8 @@ def _folded(rows: Sequence[LinearReport], part: str) -> list[LinearReport]:
         index = re.search(rf"\b{part}\.(\d+)\.", row.name)
         name = row.name if index is None else row.name.replace(index[0], f"{part}.*.", 1)
         groups.setdefault(replace(row, name=name), []).extend([int(index[1])] if index else [])
-    return [replace(row, name=row.name.replace("*", _ranges(numbers), 1)) for row, numbers in groups.items()]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
-    in_a_row = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in run] for _, run in in_a_row]
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    ranges = {row: ",".join(in_ranges(sorted(numbers))) for row, numbers in groups.items()}
+    return [replace(row, name=row.name.replace("*", those, 1)) for row, those in ranges.items()]
 
 
 class FirstTable:

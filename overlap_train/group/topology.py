@@ -6,7 +6,7 @@ ranks of a node cannot map each other's memory after all, its provider says so.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -94,8 +94,10 @@ def _setting_error(told: Sequence[dict[str, int | str]]) -> str | None:
 
 def _listed(nodes: Sequence[Sequence[int]]) -> str:
     """[(0, 1, 2, 5), (3, 4)] -> "ranks 0-2 5, 3-4"."""
-    words = []
-    for ranks in nodes:
-        runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda item: item[1] - item[0])]
-        words.append(" ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs))
-    return f"ranks {', '.join(words)}"
+    return f"ranks {', '.join(' '.join(in_ranges(ranks)) for ranks in nodes)}"
+
+
+def in_ranges(numbers: Iterable[int]) -> list[str]:
+    """[0, 1, 2, 5] -> ["0-2", "5"]."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0])]
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
