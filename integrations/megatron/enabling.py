@@ -92,12 +92,12 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
     attentions = find_attentions(chunks, config)
     wanted = [each for each in _wanted(chunks, config) if not is_overlapped(each[2])]
     pending = [each for each in wanted if why_not(each[2], attentions.exchanges(each[2])) is None]
-    experts = Experts.found(chunks, config)
-    if not pending and not experts.pending and (overlapped_linears(chunks) or overlapped_expert_layers(chunks)):
+    layers, no_experts = find_experts(chunks, config)
+    if not pending and not layers and (overlapped_linears(chunks) or overlapped_expert_layers(chunks)):
         return report(chunks)
-    hopeless = _problem_of_model(chunks, bool(experts.pending))
+    hopeless = _problem_of_model(chunks, bool(layers))
     # Why experts cannot act says more than that tensor parallelism, which they do not need, is off.
-    problem = experts.problem or hopeless or attentions.problem or _missing_slots(chunks, config, bool(experts.pending))
+    problem = no_experts or hopeless or attentions.problem or _missing_slots(chunks, config, bool(layers))
     if problem is not None and config.on_unsupported == "error":
         raise problem.error
     if hopeless is None:
@@ -106,7 +106,7 @@ def enable(model: Model, config: OverlapConfig | None = None) -> Report:
             exchanging = attentions.exchanges(linear)
             forms = exchanging_forms(divides_weights(linear)) if exchanging else overlapped_forms()
             turn_linear(linear, forms[type(linear)], config, slot, name)
-        for name, layer in experts.pending:
+        for name, layer in layers:
             turn_experts(layer, config, name)
         linears = overlapped_linears(chunks)
         sending = [linear for linear in linears if divides_weights(linear) and not attentions.exchanges(linear)]
@@ -148,26 +148,20 @@ class Attentions:
             attention.whole.timeout_s = timeout_s
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The layers of experts that are to overlap, by name. problem: why others cannot, or that there are none."""
-
-    pending: tuple[tuple[str, Any], ...]
-    problem: Problem | None
-
-    @classmethod
-    def found(cls, chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Experts:
-        layers = [(name, layer) for name, layer in named_expert_layers(chunks) if not is_overlapped_layer(layer)]
-        if not config.experts:
-            return cls((), None)
-        reasons = [why_not_experts(layer) for _, layer in layers]
-        pending = tuple(each for each, reason in zip(layers, reasons, strict=True) if reason is None)
-        is_stage = any(getattr(each, "pipeline_model_parallel_size", 1) > 1 for each in _configs(chunks))
-        what = next(filter(None, reasons), None)
-        if what is None and not layers and not is_stage and not overlapped_expert_layers(chunks):
-            what = "the model has no MoELayer of Megatron-Core"
-        leave_out = "or leave out --overlap-train-experts" if layers else "leave out --overlap-train-experts"
-        return cls(pending, None if what is None else Problem(f"experts=True: {what}", leave_out))
+def find_experts(
+    chunks: Sequence[torch.nn.Module], config: OverlapConfig
+) -> tuple[list[tuple[str, Any]], Problem | None]:
+    """The layers of experts that are to overlap, by name; and why others cannot, or that there are none."""
+    if not config.experts:
+        return [], None
+    layers = [(name, layer) for name, layer in named_expert_layers(chunks) if not is_overlapped_layer(layer)]
+    reasons = [why_not_experts(layer) for _, layer in layers]
+    pending = [each for each, reason in zip(layers, reasons, strict=True) if reason is None]
+    what = next(filter(None, reasons), None)
+    if not layers and not _is_stage(chunks) and not overlapped_expert_layers(chunks):
+        what = "the model has no MoELayer of Megatron-Core"
+    leave_out = "or leave out --overlap-train-experts" if layers else "leave out --overlap-train-experts"
+    return pending, None if what is None else Problem(f"experts=True: {what}", leave_out)
 
 
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:
@@ -251,10 +245,9 @@ def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig, has
     default, mean what is there, experts alone among it."""
     wanted = list(_wanted(chunks, config))
     found = {slot for _, slot, linear in wanted if is_candidate(linear)}
-    is_stage = any(getattr(each, "pipeline_model_parallel_size", 1) > 1 for each in _configs(chunks))
     missing = [slot for slot in config.slots if slot not in found]
     is_there = bool(found) or has_experts
-    if is_stage or not missing or (is_there and (set(config.slots) == set(SLOTS) or _ALONE in found)):
+    if not missing or _is_stage(chunks) or (is_there and (set(config.slots) == set(SLOTS) or _ALONE in found)):
         return None
     what = (
         f"slots={config.slots!r}: the model has no ColumnParallelLinear or RowParallelLinear of Megatron-Core, nor "
@@ -263,6 +256,11 @@ def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig, has
     rest = ",".join(slot for slot in config.slots if slot in found)
     leave_out = f"leave out what is missing (--overlap-train-slots {rest}), " if rest else ""
     return Problem(what, f"{leave_out}build the model from a layer spec with them")
+
+
+def _is_stage(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether these are of one pipeline stage of several."""
+    return any(getattr(each, "pipeline_model_parallel_size", 1) > 1 for each in _configs(chunks))
 
 
 def _with_others(wanted: Sequence[tuple[str, str, Any]], slot: str) -> str:

@@ -13,7 +13,6 @@ import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -249,9 +248,7 @@ def _call_reason(layer: Any, x: torch.Tensor) -> str | None:
     return None if nodes == 1 else f"the expert-parallel group spans {nodes} nodes"
 
 
-@cache
-def _overlapped_form() -> type:
-    return derived(MoELayer, _OverlappedExperts)
+_OVERLAPPED_FORM = derived(MoELayer, _OverlappedExperts)
 
 
 def named_expert_layers(model: Model) -> Iterator[tuple[str, Any]]:
@@ -274,5 +271,5 @@ def overlapped_expert_layers(model: Model) -> list[Any]:
 
 
 def turn_experts(layer: Any, config: OverlapConfig, name: str) -> None:
-    layer.__class__ = _overlapped_form()
+    layer.__class__ = _OVERLAPPED_FORM
     layer.overlap = ExpertOverlap(config, "experts", name, modules=tuple(layer.experts.modules()))

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from overlap_train.group.registry import made_domain
 from overlap_train.group.topology import in_ranges
 from overlap_train.integrations.megatron.attention import UlyssesSelfAttention, sharing_attentions, why_not_ulysses
-from overlap_train.integrations.megatron.conditions import divides_weights, not_in_fp8, standing_reason
+from overlap_train.integrations.megatron.conditions import asks_for_fp8, divides_weights, not_in_fp8, standing_reason
 from overlap_train.integrations.megatron.experts import (
     is_overlapped_layer,
     named_expert_layers,
@@ -164,7 +164,7 @@ def _row_of_experts(name: str, layer: Any) -> LinearReport:
         reason = overlap.fallback_calls.most_common(1)[0][0] if overlap.fallback_calls else "not called yet"
         return replace(row, method="megatron" if overlap.fallback_calls else "-", reasons=(reason,))
     ep, reasons, fp8 = f"(EP {layer.ep_group.size()})", [overlap.plan.fprop.reason], overlap.plan.config.fp8
-    if overlap.config.fp8 != "off" or getattr(layer.config, "fp8", None):
+    if asks_for_fp8(layer):
         reasons.append("not in fp8: experts" if fp8 == "off" else f"fp8 {fp8}")
     return replace(
         row, method=overlap.plan.fprop.method, reasons=(*reasons,),
@@ -224,7 +224,7 @@ def _with_method(row: LinearReport, linear: Any, hides: bool) -> LinearReport:
     reasons = tuple(dict.fromkeys((plan.fprop.reason, plan.dgrad.reason)))
     if plan.config.fp8 != "off":
         reasons += (f"fp8 {plan.config.fp8}{', scales of TransformerEngine' * has_delayed_scales(linear.config)}",)
-    elif linear.overlap.config.fp8 != "off" or getattr(linear.config, "fp8", None):
+    elif asks_for_fp8(linear):
         reasons += (not_in_fp8(linear) or "not in fp8",)
     parts = linear.overlap.parts if hides and divides_weights(linear) else None
     return replace(row, method=method, reasons=reasons, parts=parts)
