@@ -84,10 +84,8 @@ def main(arguments: list[str]) -> int:
         job = open_job(asked.limit)
     except Exception as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        said, fix = (
-            first_line(error),
-            f"{address} must be reachable from this host: name resolution, firewall, launcher",
-        )
+        said = first_line(error)
+        fix = f"{address} must be reachable from this host: name resolution, firewall, launcher"
         if isinstance(error, KeyError):
             said, fix = f"RANK is set and {error.args[0]} is not", _VARIABLES
         print(f"FAIL  store: {said} (host {socket.gethostname()})\n        fix: {fix}", flush=True)

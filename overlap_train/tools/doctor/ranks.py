@@ -7,6 +7,7 @@ by the other ranks'; those of CPUs are only told.
 from __future__ import annotations
 
 import importlib
+import operator
 import statistics
 import time
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def _check_signals(here: World, views: Sequence[torch.Tensor], name: str) -> Fin
             for there in (blocks[peer][me], words[peer][me : me + 1]):
                 there.copy_(torch.full_like(there, turn))
         for peer in peers:
-            if not poll(partial(_has_come, words[me], peer, turn), _SIGNAL_S):
+            if not poll(partial(operator.ge, words[me][peer], turn), _SIGNAL_S):
                 raise TimeoutError(
                     f"no signal from {here.who(peer)} in {_SIGNAL_S:g} s: its copies do not arrive, or it has stopped"
                 )
@@ -90,10 +91,6 @@ def _check_signals(here: World, views: Sequence[torch.Tensor], name: str) -> Fin
                 raise RuntimeError(f"a signal of {here.who(peer)} came before its data; do not train here with overlap")
         dist.barrier(here.group)  # all have read
     return Finding(OK, name, f"{_TURNS} times 1 MiB to and from {size - 1} peers, each before its signal")
-
-
-def _has_come(words: torch.Tensor, peer: int, turn: int) -> bool:
-    return int(words[peer].item()) >= turn
 
 
 def _speeds(here: World, views: Sequence[torch.Tensor]) -> dict[tuple[int, int], float]:

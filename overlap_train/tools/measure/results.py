@@ -62,15 +62,9 @@ def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
 
 def in_lines(document: dict[str, Any]) -> str:
     """As JSON: a line for each key, or, where a list stands there, for each of its items."""
-    parts = [
-        f"{json.dumps(key)}: " + (_lines(value) if isinstance(value, list) else json.dumps(value))
-        for key, value in document.items()
-    ]
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _lines(items: list[Any]) -> str:
-    return "[\n" + ",\n".join(map(json.dumps, items)) + "\n]"
+    lists = {key: ",\n".join(map(json.dumps, value)) for key, value in document.items() if isinstance(value, list)}
+    texts = {key: f"[\n{lists[key]}\n]" if key in lists else json.dumps(value) for key, value in document.items()}
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
 
 
 def hardware(device: torch.device, world: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,10 +16,9 @@ from ...select.method import Pass
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import ALL_REDUCES, LAYERS, PASSES, Case
-from ..measure.results import aligned
+from ..measure.results import Row, aligned
 from .prediction import COLLECTIVE, in_a_row
 
-Row = dict[str, Any]
 WORST, MEAN = 0.25, 0.12  # what is aimed at: of one figure, in the mean
 _OTHERS = ("network_sms", "fp8", "graphs")  # rows that have one of these are not estimated
 
