@@ -104,9 +104,7 @@ class BoundedWaits:
         from ..kernels.signal import take_blocks_kernel
 
         chunk_size = call.blocks[0].numel() // call.chunks
-        arguments = self._arguments(call, 0)
-        del arguments["row_ptr"], arguments["row_size"]
-        arguments |= dict(blocks_ptr=call.blocks, y_ptr=y, chunk_size=chunk_size)
+        arguments = self._protocol(call) | dict(blocks_ptr=call.blocks, y_ptr=y, chunk_size=chunk_size)
         constants = dict(WORLD=self.world_size, CHUNKS=call.chunks, TIMED=True, BLOCK=_TAKEN_AT_ONCE, num_warps=16)
         pieces = -(-chunk_size // _TAKEN_AT_ONCE) * (self.world_size - 1) * call.chunks
         return Launch(take_blocks_kernel, (min(max(1, pieces), _TAKERS),), arguments, constants, (("y_ptr",),))
@@ -116,10 +114,13 @@ class BoundedWaits:
         fails."""
         victim = first if first != self.rank else (first + 1) % self.world_size  # a block that will be read
         row = call.blocks[victim] if chunk is None else call.chunk_of(victim, chunk)
-        return dict(
-            signals_ptr=call.slot.signals, epoch_ptr=call.slot.epoch, abort_ptr=self._fault.abort, record_ptr=self._fault.record,
-            limit=int(self.timeout_s * 1e9), rank=self.rank, row_ptr=row, row_size=row.shape[-1],
-        )  # fmt: skip
+        return self._protocol(call) | dict(row_ptr=row, row_size=row.shape[-1])
+
+    def _protocol(self, call: Call) -> dict[str, Any]:
+        """What tells a kernel that waits the protocol."""
+        slot, fault, limit = call.slot, self._fault, int(self.timeout_s * 1e9)
+        words = dict(signals_ptr=slot.signals, epoch_ptr=slot.epoch, abort_ptr=fault.abort, record_ptr=fault.record)
+        return dict(**words, limit=limit, rank=self.rank)
 
     def barrier_on_stream(self, call: Call) -> None:
         call.launches.run("barrier", (call.tag.word,), self._barrier_launch, call)
@@ -127,11 +128,7 @@ class BoundedWaits:
     def _barrier_launch(self, call: Call) -> Launch:
         from ..kernels.signal import barrier_kernel
 
-        slot = call.slot
-        arguments = dict(
-            epoch_ptr=slot.epoch, outgoing_at_ptr=slot.outgoing_at, signals_ptr=slot.signals, abort_ptr=self._fault.abort,
-            record_ptr=self._fault.record, tag=call.tag.word, limit=int(self.timeout_s * 1e9), rank=self.rank,
-        )  # fmt: skip
+        arguments = self._protocol(call) | dict(outgoing_at_ptr=call.slot.outgoing_at, tag=call.tag.word)
         constants = dict(WORLD=self.world_size, TIMED=True, num_warps=1)
         return Launch(barrier_kernel, (1,), arguments, constants, (("tag",),))
 
