@@ -120,6 +120,7 @@ _ALL = (
     _sheet("h100-nvl", "H100 NVL", 9, 132, 835.5, 3900.0, 300.0),
     _sheet("h200-nvl", "H200 NVL", 9, 132, 835.5, 4800.0, 450.0),
     _sheet("h800", "H800", 9, 132, 989.4, 3350.0, 200.0),
+    _sheet("gh200", "GH200", 9, 132, 989.4, 4000.0, 450.0),
     # Its SMs are so few that power does not limit them.
     replace(_H20, burst_tflops=_H20.tile_tflops, sustained_tflops=_H20.tile_tflops),
     _sheet("b200", "B200", 10, 148, 2250.0, 8000.0, 900.0),
