@@ -156,7 +156,7 @@ def fallback_reason(
     ColumnParallelLinear._forward_impl.
     """
     reason = standing_reason(linear, weight) or _call_reason(call)
-    reason = reason or _input_reason(linear, x, weight, linear.tp_group)
+    reason = reason or input_reason(linear, x, weight, linear.tp_group)
     is_row = attribute(linear, "input_is_parallel", False)
     if reason is None and is_row and linear.sequence_parallel and x.shape[0] % linear.tp_group.size():
         return f"sequence of {x.size(0)} is not divisible by the {linear.tp_group.size()} ranks"
@@ -190,8 +190,8 @@ def exchange_reason(linear: ParallelLinear, x: torch.Tensor, group: dist.Process
     context-parallel group of this call, if it has one."""
     if group is None or group.size() == 1:
         return "context-parallel size 1: nothing to communicate"
-    reason = standing_reason(linear, linear.weight, exchanges=True) or _input_reason(linear, x, linear.weight, group)
-    return reason or (_input_reason(linear, x, linear.weight, linear.tp_group) if divides_weights(linear) else None)
+    reason = standing_reason(linear, linear.weight, exchanges=True) or input_reason(linear, x, linear.weight, group)
+    return reason or (input_reason(linear, x, linear.weight, linear.tp_group) if divides_weights(linear) else None)
 
 
 def divides_weights(linear: ParallelLinear) -> bool:
@@ -283,9 +283,8 @@ def _call_reason(call: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _input_reason(
-    linear: ParallelLinear, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup
-) -> str | None:
+def input_reason(linear: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> str | None:
+    """Why the operand of a linear, or of a layer of experts, does not go to our operators in this call, or None."""
     if x.dtype != weight.dtype:
         return f"input is {x.dtype}, weight {weight.dtype}"
     autocast = other_autocast(x)

@@ -23,13 +23,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from overlap_train import OverlapConfig, Routing, dispatch_linear, expert_routing, linear_combine
 from overlap_train.group.registry import domain_of
-from overlap_train.integrations.megatron.conditions import attribute, broken_rule, our_fp8, tes_fp8_is_on
+from overlap_train.integrations.megatron.conditions import attribute, broken_rule, input_reason, our_fp8, tes_fp8_is_on
 from overlap_train.integrations.megatron.linears import LinearOverlap, Model, chunks_of, derived
 from overlap_train.integrations.megatron.weight_copies import renew_stack
 from overlap_train.ops.blocks import BLOCK
 from overlap_train.ops.experts import OVERFLOWS
 from overlap_train.ops.plan import Plan
-from overlap_train.ops.spec import other_autocast
 from overlap_train.select.autotune import Autotune
 
 # Of Megatron itself and of TransformerEngine as it wraps them: what stands in their place, as an adapter, is not called by ours.
@@ -235,12 +234,9 @@ def _hook_reason(modules: Iterable[Any]) -> str | None:
 
 def _call_reason(layer: Any, x: torch.Tensor) -> str | None:
     """Why a call runs Megatron's exchange, in a layer of which others overlap; None where it does not."""
-    weight = weights_of(layer.experts, "linear_fc1")[0]
-    if x.dtype != weight.dtype:
-        return f"input is {x.dtype}, weight {weight.dtype}"
-    autocast = other_autocast(x)
-    if autocast is not None:
-        return f"autocast to {autocast} of {x.dtype} tensors"
+    reason = input_reason(layer, x, weights_of(layer.experts, "linear_fc1")[0], layer.ep_group)
+    if reason is not None:
+        return reason
     misfit = _misfit_in_fp8(layer.experts) if getattr(layer.config, "fp8", None) and tes_fp8_is_on() else None
     if misfit is not None:
         return f"fp8 with {misfit}"

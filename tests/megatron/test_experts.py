@@ -343,3 +343,16 @@ def test_the_table_has_a_line_for_the_experts() -> None:
     (line,) = [line for line in table.splitlines() if "mlp.experts" in line]
     assert line.split()[:4] == ["decoder.layers.0-1.mlp.experts", "chunked", "overlapped", "2"]
     assert "experts: fprop A2A(x) + GEMM, GEMM + A2A (EP 2); dgrad A2A(dy) + GEMM" in table
+
+
+@on_ranks
+def test_numbers_that_no_operator_takes_are_an_error_or_stay_megatrons() -> None:
+    alone = dict(tensor_model_parallel_size=1, sequence_parallel=False)
+    x = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(7)).double()
+    expected, _ = mixtral(None, **alone).double().decoder.layers[0].mlp(x)
+    with pytest.raises(ValueError, match=r"dtype torch\.float64"):
+        mixtral(OURS, **alone).double().decoder.layers[0].mlp(x)
+    model = mixtral(OverlapConfig(experts=True, on_unsupported="fallback"), **alone).double()
+    found, _ = model.decoder.layers[0].mlp(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert rows_of(model)[0].fallback_calls == (("torch.float64 tensors", 1),)
