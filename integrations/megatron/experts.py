@@ -187,10 +187,15 @@ def why_not_experts(layer: Any) -> str | None:
         return "expert tensor parallelism: each expert must be on one rank"
     if is_sequential and any(type(expert) is not MLP for expert in experts.local_experts):
         return f"experts of the class {type(experts.local_experts[0]).__name__} have no overlapped form"
-    reason = _linear_reason(experts)
-    if reason is None and hasattr(weights_of(experts, "linear_fc1")[0], "__fsdp_param__"):
+    if (reason := _linear_reason(experts)) is not None:
+        return reason
+    linear, weight = (find(experts, "linear_fc1")[0] for find in (linears_of, weights_of))
+    if hasattr(weight, "__fsdp_param__"):
         return "Megatron-FSDP owns the weights' gradients"
-    return reason
+    # TransformerEngine marks the weight
+    if any((getattr(holder, "gtp_remat_size", None) or 1) > 1 for holder in (linear, weight)):
+        return "generalized tensor parallelism shards the weights again"
+    return None
 
 
 def _broken_rule(config: Any) -> str | None:

@@ -149,6 +149,17 @@ def test_experts_under_transformer_engines_op_fuser_stay_megatrons() -> None:
     assert str(why_not_experts(layer)).startswith("use_transformer_engine_op_fuser=True: ")
 
 
+@pytest.mark.parametrize("of_weight", [False, True])
+@on_ranks
+def test_experts_whose_weights_are_sharded_again_stay_megatrons(of_weight: bool) -> None:
+    model = mixtral(None)
+    for layer in model.decoder.layers:
+        linear = layer.mlp.experts.local_experts[0].linear_fc1
+        (linear.weight if of_weight else linear).gtp_remat_size = 2
+    with pytest.raises(ValueError, match="experts=True: generalized tensor parallelism shards the weights again"):
+        quietly_enable(model, OURS)
+
+
 @on_ranks
 def test_a_dense_model_has_no_experts() -> None:
     with pytest.raises(ValueError, match=r"the model has no MoELayer.*leave out --overlap-train-experts"):
