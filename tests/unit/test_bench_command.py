@@ -180,6 +180,10 @@ def test_what_cannot_run_is_refused(
         ("hierarchical --methods chunked,direct", "--methods: 'direct'"),
         ("operators --graphs", "--graphs: CUDA graphs need GPUs"),
         ("timeline", "bench timeline records GPUs, and this process sees none"),
+        (
+            "operators --shapes llama3-405b --rows 262144",
+            "the largest shape: each rank receives 16384 MiB, for which 8192 MiB",
+        ),
         ("operators --out file/out", "--out file/out: rank 0 cannot write there (NotADirectoryError"),
     ],
 )

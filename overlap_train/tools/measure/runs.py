@@ -25,7 +25,7 @@ import torch
 
 from ...config import OverlapConfig
 from ...group.domain import OverlapDomain
-from ...group.memory import Request, prepare
+from ...group.memory import Request, may_hold, prepare
 from ...group.registry import check as check_timeouts
 from ...group.registry import domain_of
 from ...group.signals import Tag
@@ -63,12 +63,16 @@ class Session:
 
     def domain(self, received: Sequence[int]) -> OverlapDomain:
         """The domain of the ranks, with symmetric memory for shapes of which a rank receives so many bytes: it is allocated
-        once. Collective."""
+        once. Collective. Raises ValueError where config.symmetric_mib does not hold them."""
         domain = domain_of(self.world.group, self.config, self.world.device)
         words = [flagged_bytes(nbytes, self.world.size) for nbytes in received if nbytes <= MOST_BYTES]
         largest, flagged = max(received), max(words, default=0)
         request = Request("a measurement", f"the largest shape, {largest} bytes", largest, flagged)
-        prepare(domain, request, None, "overlap_train.tools")
+        too_much = (
+            f"the largest shape: each rank receives {largest >> 20} MiB, for which {self.config.symmetric_mib} MiB of symmetric "
+            "memory are too few; measure fewer rows, or shorter sequences"
+        )
+        prepare(domain, request, None if may_hold(domain, request) else too_much, "overlap_train.tools")
         return domain
 
     def pace(self, flops: float) -> Pace:
