@@ -32,12 +32,8 @@ def linears(w1: torch.nn.Parameter, w2: torch.nn.Parameter, group: dist.ProcessG
         tensor_model_parallel_size=world, sequence_parallel=True, params_dtype=w1.dtype, perform_initialization=False,
         gradient_accumulation_fusion=False,
     )  # fmt: skip
-    common = dict(
-        config=config,
-        init_method=torch.nn.init.zeros_,
-        bias=False,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-    )
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    common = dict(config=config, init_method=torch.nn.init.zeros_, bias=False, tp_group=tp_group)
     column = ColumnParallelLinear(w1.shape[1], w1.shape[0] * world, gather_output=False, **common)
     row = RowParallelLinear(w2.shape[1] * world, w2.shape[0], input_is_parallel=True, skip_bias_add=False, **common)
     column.weight, row.weight = w1, w2

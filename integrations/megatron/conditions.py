@@ -126,10 +126,8 @@ def _why_not_as_te(config: TransformerConfig) -> tuple[str, str] | None:
     if os.environ.get(_FP32_SCALES, "0") == "1":
         return f"{_FP32_SCALES}=1, and scales of ours are powers of two", f"unset {_FP32_SCALES}"
     if getattr(config, "fp8_param", False):
-        return (
-            "weights that are kept in fp8 (fp8_param=True) have one scale a tensor in ours",
-            "leave out --fp8-param-gather",
-        )
+        kept = "weights that are kept in fp8 (fp8_param=True) have one scale a tensor in ours"
+        return kept, "leave out --fp8-param-gather"
     return None
 
 

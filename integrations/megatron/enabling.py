@@ -190,9 +190,8 @@ def _tell_user(chunks: Sequence[torch.nn.Module], problem: str | None) -> None:
     version, lines = megatron.core.__version__, []
     if names or experts:
         layers = len({found[0] for name in names if (found := re.match(r".*?layers\.\d+\.", name))})
-        what = f"{len(names)} linear{'s' * (len(names) != 1)}" + (
-            f" in {layers} layer{'s' * (layers != 1)}" if layers else ""
-        )
+        what = f"{len(names)} linear{'s' * (len(names) != 1)}"
+        what += f" in {layers} layer{'s' * (layers != 1)}" * bool(layers)
         where = f" of {stage()}" if stage() else ""
         what += f" and the experts of {experts} layer{'s' * (experts != 1)}" * bool(experts)
         lines = [f"{what}{where} prepared; the table follows in the first step", problem]
@@ -235,9 +234,8 @@ def _configs(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """The TransformerConfigs of the linears that could overlap: several where a model is made of models. Without any, the
     model's own."""
     owners = [linear for _, linear in named_linears(chunks) if is_candidate(linear)] or chunks
-    return list(
-        {id(owner.config): owner.config for owner in owners if getattr(owner, "config", None) is not None}.values()
-    )
+    found = {id(owner.config): owner.config for owner in owners if getattr(owner, "config", None) is not None}
+    return list(found.values())
 
 
 def _missing_slots(chunks: Sequence[torch.nn.Module], config: OverlapConfig, has_experts: bool) -> Problem | None:

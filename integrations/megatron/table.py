@@ -232,16 +232,12 @@ def _with_method(row: LinearReport, linear: Any, hides: bool) -> LinearReport:
 
 def _passes(linear: Any, hides: bool) -> tuple[str, str, str]:
     """What fprop, dgrad and wgrad do, and over how many ranks: CP of the last call, TP. hides: an exchange."""
-    over_tp, row, exchanged = (
-        divides_weights(linear),
-        is_row(linear),
-        linear.overlap.groups if exchanges(linear) else (),
-    )
+    over_tp, row = divides_weights(linear), is_row(linear)
     is_both = over_tp and hides
     sends = "A2A" if exchanges(linear) and (row if is_both else not over_tp) else "AG"
     kept = linear.overlap.config.gathered_input == "keep"
     again = "GEMM with x kept" if kept else f"{sends}(x) under dgrad, then GEMM"
-    cp = "".join(f" (CP {group.size()})" for group in [*exchanged][-1:])
+    cp = "".join(f" (CP {group.size()})" for group in [*linear.overlap.groups][-1:])
     if is_both:
         tp = f"(TP {linear.tp_group.size()})"
         if row:

@@ -196,9 +196,8 @@ class StreamCopyEngine(CopyEngine):
             counter = route.counter_at
             failed = 0 if counter is None else driver.wait_value(stream, counter, route.goal, AT_LEAST)
             failed = failed or copy(route.place, start + route.offset, route.nbytes, stream)
-            failed = failed or copy(
-                route.signal_at, route.epoch_at, SIGNAL_BYTES, stream
-            )  # rule 1: none without its data
+            # rule 1: none without its data
+            failed = failed or copy(route.signal_at, route.epoch_at, SIGNAL_BYTES, stream)
             if failed:
                 driver.check(failed)
 

@@ -291,11 +291,8 @@ def _scatter_launch(
         )  # fmt: skip
         constants, count = _portable_constants(plan, domain), plan.tile.count(m_shard, n)
         replaced = (("a_ptr",), ("b_ptr",), ("staging_ptr",), ("y_ptr",))
-    constants |= (
-        dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange, SHARES=plan.shares)
-        | _protocol_constants(domain, call)
-        | scaling.constants
-    )
+    constants |= dict(DIRECT=direct, REDUCE=adds, EXCHANGE=exchange, SHARES=plan.shares)
+    constants |= _protocol_constants(domain, call) | scaling.constants
     grid = grid_size(count * domain.world_size, domain.device, plan.sm_margin)
     arguments |= protocol_arguments(domain, call, direct) | scaling.arguments
     replaced += (bias_argument(bias), ("tag",), *scaling.replaced)

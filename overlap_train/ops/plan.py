@@ -273,11 +273,8 @@ def make_plan(
         fprop = dgrad = dgrad_alone = planner.exchange(first, device, w)
     wgrad = planner.sent_again(fprop) if sends_again else None
     given = takes_scales(config, w)
-    amax = (
-        planner.amax_gather(fprop.method == "collective", device)
-        if first.fp8 and not first.blockwise and not given
-        else None
-    )
+    finds_scales = first.fp8 and not first.blockwise and not given
+    amax = planner.amax_gather(fprop.method == "collective", device) if finds_scales else None
     how = f"method {fprop.variant} forward and {dgrad.variant} backward, gathered_input={config.gathered_input}"
     how += f", fp8={config.fp8}{', scales given' * given}" * first.fp8
     methods = {one.method for one in (fprop, dgrad, wgrad, amax) if one is not None}

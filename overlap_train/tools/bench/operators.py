@@ -109,11 +109,7 @@ def contests(cases: Sequence[Case], session: Session) -> Iterator[Contest]:
     domain = session.domain([case.slot_bytes(world.size, session.dtype, session.fp8) for case in cases])
     nodes, between = domain.topology.nodes, dict[str, Any]()
     if not reach_of(nodes).has_rules:
-        between = {
-            "nodes": nodes,
-            "emulated": pretends(),
-            "network_sms": sms_of_network(domain.config, domain.device),
-        }
+        between = {"nodes": nodes, "emulated": pretends(), "network_sms": sms_of_network(domain.config, domain.device)}
     for case in cases:
         planned = case.planned(world.size, session.dtype, session.fp8)
         misfit = misfit_in_fp8(session.fp8, case.m, (planned.n, planned.k), world.size)

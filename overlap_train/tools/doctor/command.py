@@ -155,13 +155,11 @@ def check_together(job: Job, asked: Doctor) -> None:
     if verdict(job.run("join", join_ranks, limit, _JOIN)) == FAIL:
         return job.skip("symmetric memory, links, operators")
     providers = [asked.provider] if asked.provider != "auto" else ["torch", "nvshmem"] if on_gpu else ["host"]
-    heaps = [
-        verdict(
-            job.run(f"heap {name}", in_node(ranks.check_memory, name, limit + CALL_S), limit, ranks.MEMORY_FIXES[name])
-        )
-        for name in providers
-    ]
-    if set(heaps) == {FAIL}:
+    heaps = set[str]()
+    for name in providers:
+        work = in_node(ranks.check_memory, name, limit + CALL_S)
+        heaps.add(verdict(job.run(f"heap {name}", work, limit, ranks.MEMORY_FIXES[name])))
+    if heaps == {FAIL}:
         return job.skip("operators")
     seconds = asked.seconds or (30.0 if on_gpu else 3.0)
     longest = 2 * limit + seconds  # kernels are compiled there

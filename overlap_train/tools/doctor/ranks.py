@@ -115,9 +115,8 @@ def judge_links(here: World, name: str, speeds: dict[tuple[int, int], float], ca
     if here.device.type != "cuda":
         return [Finding(OK, name, f"{told} through shared memory", "not judged: CPU")]
     least = _LOW * (card.copy_gbs if card.is_measured else statistics.median(speeds.values()))
-    expected = f"at least {least:.0f} GB/s" + ", as the median link: this card was not measured" * (
-        not card.is_measured
-    )
+    expected = f"at least {least:.0f} GB/s"
+    expected += ", as the median link: this card was not measured" * (not card.is_measured)
     fix = "nvidia-smi nvlink -s and -e on the host, nvidia-smi topo -m; other jobs on these GPUs; then have the host drained"
     found = [
         Finding(WARN, name, f"{speed:.0f} GB/s from {here.who(here.rank)} to {here.who(target)}", expected, fix)
@@ -153,9 +152,8 @@ def check_operators(here: World, name: str, config: OverlapConfig, seconds: floa
     told = f"{ours:.3f} ms; collective then GEMM {sequence:.3f} ms: {sequence / ours:.2f} x"
     if here.device.type != "cuda" or config.node_ranks:
         return [right, Finding(OK, f"{name} time", told, "not judged: CPU, or nodes on one machine")]
-    fix = "overlap does not pay here: see the lines on links; other load on the host, a GPU that throttles" * (
-        ours > sequence
-    )
+    slow = "overlap does not pay here: see the lines on links; other load on the host, a GPU that throttles"
+    fix = slow * (ours > sequence)
     return [right, Finding(WARN if fix else OK, f"{name} time", told, "faster than the sequence", fix)]
 
 

@@ -34,9 +34,8 @@ def kind_of(span: Span, compute_stream: int) -> str:
 def last_call(spans: Sequence[Span]) -> list[Span]:
     """The work between the last two markers, each span with its kind, starting at 0. Markers run on the compute stream, which
     every call joins."""
-    *_, first, last = sorted(
-        (span for span in spans if OWN_MARKER in span["name"].lower()), key=lambda span: span["end"]
-    )
+    markers = (span for span in spans if OWN_MARKER in span["name"].lower())
+    *_, first, last = sorted(markers, key=lambda span: span["end"])
     begin, end = first["end"], last["end"]
     return [
         {**span, "kind": kind, "start": span["start"] - begin, "end": span["end"] - begin}

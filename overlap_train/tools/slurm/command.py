@@ -24,9 +24,8 @@ def main(arguments: list[str]) -> int:
         ValueError: flags that are wrong, a recipe that is not there, or Slurm did not take the job.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    top = Parser(
-        "overlap-train launch", usage=USAGE, description="Write a Slurm job from launch/*.sbatch and submit it."
-    )
+    what = "Write a Slurm job from launch/*.sbatch and submit it."
+    top = Parser("overlap-train launch", usage=USAGE, description=what)
     meaning = "train: a recipe, resumed after a requeue; compare: with and without overlap"
     top.add_argument("kind", choices=KINDS, metavar="|".join(KINDS), help=meaning)
     top.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
