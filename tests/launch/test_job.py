@@ -20,6 +20,12 @@ requeue
 """
 
 
+def run(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A script, of which $1 is launch/job.sh."""
+    command = ["bash", "-euo", "pipefail", "-c", script, "job", str(JOB), *arguments]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("before", "saved", "is_requeued"),
     [("", "", False), ("", "6", True), ("6", "", False), ("6", "9", True)],
@@ -28,8 +34,7 @@ requeue
 def test_a_job_is_requeued_if_it_has_saved(tmp_path: Path, before: str, saved: str, is_requeued: bool) -> None:
     if before:
         (tmp_path / "latest_checkpointed_iteration.txt").write_text(before)
-    command = ["bash", "-euo", "pipefail", "-c", SCRIPT, "job", str(JOB), str(tmp_path), saved]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = run(SCRIPT, str(tmp_path), saved)
     assert ("scontrol requeue 7" in result.stdout) == is_requeued, result.stdout + result.stderr
     assert result.returncode == (0 if is_requeued else 1)
     assert ("not requeued: no checkpoint was written" in result.stdout) == (not is_requeued)
@@ -50,9 +55,7 @@ def test_a_job_is_requeued_if_it_has_saved(tmp_path: Path, before: str, saved: s
 def test_a_job_that_is_preempted_is_requeued_although_it_has_not_saved(
     tmp_path: Path, shown: str, is_requeued: bool
 ) -> None:
-    command = ["bash", "-euo", "pipefail", "-c", SCRIPT, "job", str(JOB), str(tmp_path), ""]
-    environment = os.environ | {"SHOWN": f"JobId=7 {shown} SuspendTime=None"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    result = run(SCRIPT, str(tmp_path), "", SHOWN=f"JobId=7 {shown} SuspendTime=None")
     assert ("scontrol requeue 7" in result.stdout) == is_requeued, result.stdout + result.stderr
     assert ("the next start begins anew" in result.stdout) == is_requeued
 
@@ -64,9 +67,7 @@ def test_the_last_task_of_an_array_acts_for_itself_alone(tmp_path: Path) -> None
     for name in scontrol scancel; do eval "$name() { echo $name \\$* >>$RUN_DIR/said; }"; done
     is_preempted || true; stop_ranks; CHECKPOINT_DIR=$2 first_step=none; requeue
     """
-    command = ["bash", "-euo", "pipefail", "-c", script, "job", str(JOB), str(tmp_path)]
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    subprocess.run(command, env=os.environ | array, capture_output=True, text=True, timeout=60, check=True)
+    run(script, str(tmp_path), SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3").check_returncode()
     said = (tmp_path / "said").read_text().splitlines()
     assert {"scancel --signal=TERM 7_3", "scontrol requeue 7_3", "scontrol --oneliner show job 7_3"} == set(said)
 
@@ -76,10 +77,7 @@ def test_a_node_that_resolves_its_own_name_to_itself_is_named(address: str, is_n
     script = (
         '. "$1"; SLURM_JOB_ID=7; getent() { [ -z "$ADDRESS" ] || echo "$ADDRESS STREAM $2"; }; check_address; echo on'
     )
-    command = ["bash", "-euo", "pipefail", "-c", script, "job", str(JOB)]
-    result = subprocess.run(
-        command, env=os.environ | {"ADDRESS": address}, capture_output=True, text=True, timeout=60, check=True
-    )
+    result = run(script, ADDRESS=address)
     named = f"warning: {socket.gethostname()} knows itself as {address}, where gloo of other nodes cannot reach it"
     assert (named in result.stdout) == is_named, result.stdout + result.stderr
-    assert result.stdout.endswith("on\n")
+    assert result.returncode == 0 and result.stdout.endswith("on\n")
