@@ -202,9 +202,9 @@ def _saves_a_wave(pass_: Pass, system: System) -> bool:
     Own tiles that add the peers' partials have no rows of peers (schedule/order.py: units_in_run). So 4100 rows of 4096 columns
     on two GPUs are 544 tiles, four waves and one of halves, and with a split reduction 528, four: 332 us instead of 386.
     """
-    if not pass_.kind.reduces or not on_hopper(pass_, system):
-        return False
     rows, n, world = pass_.m // pass_.world, pass_.n, pass_.world
+    if not (rows and n and pass_.kind.reduces and on_hopper(pass_, system)):
+        return False
     apart = HOPPER_TILE.count(rows, n, world - 1) + HOPPER_TILE.count(rows, n)
     own = HOPPER_TILE.pairs(rows, n)
     before, after = (count_waves(tiles, system.sms, own) for tiles in (apart, HOPPER_TILE.count(rows, n, world)))

@@ -218,10 +218,11 @@ def _kernel_us(p: Pass, how: Method, system: System) -> tuple[float, float, floa
     """The GEMM by our kernels: waves of tiles, one tile, and what power allows. A tile takes longer where rows of several ranks
     fill it, and the rows of each block that is gathered read b again."""
     kind, tile, chunks = p.kind, HOPPER_TILE, chunks_of(how, p, system)
-    rows, columns = max(1, p.m // p.world // chunks), p.n // (p.world if kind.splits_columns else 1)
+    # At least one each: also calls with too few are planned, before all ranks hear what is wrong with them.
+    rows, columns = max(1, p.m // p.world // chunks), max(1, p.n // (p.world if kind.splits_columns else 1))
     blocks = chunks * (1 if kind.sums_blocks else p.world)
     tiles = tile.count(rows, columns, blocks)
-    tile_us = _tile_us(system, tile.block_m, tile.block_n, p.k) * (_UNFILLED if rows < tile.block_m else 1.0)
+    tile_us = _tile_us(system, tile.block_m, tile.block_n, max(1, p.k)) * (_UNFILLED if rows < tile.block_m else 1.0)
     waves = count_waves(tiles, system.sms, tiles if kind.receives else tile.pairs(rows, columns, chunks))
     waves_us = max(waves * tile_us, sum_us(system, (blocks if kind.gathers else 1) * columns * p.k * _BF16))
     slower = 1.0 if on_hopper(p, system) else _PORTABLE_SLOWER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -12,12 +13,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap_train import OverlapConfig, choose
 from overlap_train.config import METHODS
+from overlap_train.ops import plan as planning
 from overlap_train.ops.blocks import new_packed
 from overlap_train.ops.plan import fprop_of, make_plan
-from overlap_train.ops.spec import ALL_GATHER_LINEAR, LINEAR_ALL_REDUCE, LINEAR_DGRAD_ALL_REDUCE, LINEAR_REDUCE_SCATTER
+from overlap_train.ops.spec import (
+    ALL_GATHER_LINEAR,
+    LINEAR_ALL_REDUCE,
+    LINEAR_ALL_TO_ALL,
+    LINEAR_DGRAD_ALL_REDUCE,
+    LINEAR_REDUCE_SCATTER,
+)
 from overlap_train.schedule.kinds import Kind
 from overlap_train.schedule.order import Topology
 from overlap_train.select.choose import alone, fastest
@@ -281,6 +290,22 @@ def test_every_choice_has_a_reason(m: int, device: Any) -> None:
                 choice = choose(method, pass_, device, UNTUNED)
                 assert choice.method in NAMES
                 assert choice.reason.startswith("auto: not tuned: " if method == "auto" else "asked for")
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "outputs"), [(0, 4096, 4096), (3, 4096, 4096), (64, 0, 4096), (64, 4096, 0), (64, 4096, 8)]
+)
+def test_what_will_be_refused_is_planned_before(
+    rows: int, features: int, outputs: int, hopper_gpu: pytest.MonkeyPatch
+) -> None:
+    """Then all ranks hear by name what is wrong with it. What raised here would be a division by zero, on this rank alone."""
+    hopper_gpu.setattr(planning, "tma_reads_weight", lambda w: True)
+    with FakeTensorMode():
+        x, w = (torch.empty(size, features, dtype=BF16, device="cuda") for size in (rows, outputs))
+    specs = (ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, LINEAR_ALL_TO_ALL)
+    for spec, method in product(specs, METHODS):
+        assert make_plan(spec, OverlapConfig(method=method), UNTUNED, Topology(1, 16, 0), x, w).fprop.method in NAMES
+    assert any(spec.error(x, w, None, 16, "fc") for spec in specs)
 
 
 # the one rule
