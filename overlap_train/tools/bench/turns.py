@@ -56,12 +56,12 @@ def run(contest: Contest, session: Session) -> None:
             calls[name] = call
         else:
             note(f"{contest.title}: {name}: {problem}", session, failure=name not in OTHERS)
-    if not calls.keys() >= NEEDED & contest.baselines.keys():
-        return
-    timings = session.time(calls, contest.flops)
+    timings = session.time(calls, contest.flops) if calls.keys() >= NEEDED & contest.baselines.keys() else {}
     if session.graphs:
         calls.clear()
         forget_graphs(session.world.group)  # the next case may need more memory
+    if not timings:
+        return
     ms = {name: timing.ms for name, timing in timings.items()}
     if userbuffers := [ms[name] for name in USERBUFFERS if name in ms]:
         ms["te_userbuffers"] = min(userbuffers)
