@@ -36,9 +36,10 @@ print(json.dumps({name: importlib.util.find_spec(name).origin for name in names}
 
 IMPORT_ALONE = """
 import json, sys
-import overlap_train
 import torch
-heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"triton", "megatron", "nvshmem", "cuda"})
+torchs = set(sys.modules)
+import overlap_train
+heavy = sorted({name.partition(".")[0] for name in {*sys.modules} - torchs} & {"triton", "megatron", "nvshmem", "cuda"})
 print(json.dumps({"heavy": heavy, "cuda": torch.cuda.is_initialized()}))
 """
 
