@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .config import OverlapConfig
 from .group.domain import profiled
 from .group.registry import domain_of
-from .linear import applied, once_differentiable, run_eagerly
+from .linear import applied, as_a_whole, once_differentiable
 from .ops.blocks import packed_rows, unpacked_rows
 from .ops.experts import ExpertCall, routing_op
 from .ops.grouped import BlockProduct, GroupedProduct
@@ -35,6 +35,7 @@ from .ops.wgrad import WeightGradient
 Weights: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 
+@as_a_whole
 def expert_routing(
     experts: torch.Tensor,
     *,
@@ -57,8 +58,6 @@ def expert_routing(
             these, or what first reads a number of rows.
         RuntimeError: a CUDA graph is being captured.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(expert_routing, experts, group=group, config=config, name=name)  # type: ignore[no-any-return]
     if not isinstance(experts, torch.Tensor):
         raise ValueError(f"{name}: experts is a {type(experts).__name__}; it must be a tensor, bool [T, E]")
     if (strange := tensor_error(name, {"experts": experts})) is not None:
@@ -75,6 +74,7 @@ def expert_routing(
         return Routing(experts, of_ranks, domain)
 
 
+@as_a_whole
 def dispatch_linear(
     x: torch.Tensor,
     w: Weights,
@@ -108,14 +108,13 @@ def dispatch_linear(
     Raises:
         as all_gather_linear.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(dispatch_linear, x, w, routing, probs, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
     weights = _each(w, name)
     call = ExpertCall(DISPATCH_LINEAR, x, weights, probs, routing, config, name, on_plan)
     y, of_rows = _apply_dispatch(x, *weights, probs, call, routing)
     return y, of_rows
 
 
+@as_a_whole
 def linear_combine(
     a: torch.Tensor,
     w: Weights,
@@ -138,8 +137,6 @@ def linear_combine(
 
     Arguments, errors: see dispatch_linear.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return run_eagerly(linear_combine, a, w, routing, config=config, name=name, on_plan=on_plan)  # type: ignore[no-any-return]
     weights = _each(w, name)
     call = ExpertCall(LINEAR_COMBINE, a, weights, None, routing, config, name, on_plan)
     z: torch.Tensor = _apply_combine(a, *weights, call, routing)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from .ops.planned import PlannedOp
 from .ops.spec import ALL_GATHER_LINEAR, LINEAR_REDUCE_SCATTER, PLAIN, PLAIN_OR_NONE, OperatorSpec, local_operands
 from .ops.wgrad import WeightGradient
 
+Operator = TypeVar("Operator", bound=Callable[..., Any])
+
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`function.apply`. Its half in Python looks for torch.func's wrappers in every argument, which takes 2.4 of 7 microseconds.
@@ -40,7 +42,7 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     def apply(*arguments: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
-            with _as_a_whole():
+            with _unseen():
                 return in_c(*arguments)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # autograd refuses tangents
             return in_c(*arguments)
@@ -57,15 +59,30 @@ class _NoGradients:
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
-def _as_a_whole() -> AbstractContextManager[Any]:
+def _unseen() -> AbstractContextManager[Any]:
     """Bracket of an operator under selective activation checkpointing, which recomputes it as a whole. By the names of operations
-    it would save products that lie in memory of ours, and which are overwritten by then."""
+    it would save products that lie in memory of ours, and which are overwritten by then; and what only a first call does."""
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     selective = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
     saves = any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
     return _disable_current_modes() if saves else nullcontext()
+
+
+def as_a_whole(operator: Operator) -> Operator:
+    """The operator as torch.compile, whose graph breaks there, and selective activation checkpointing take it: as a whole."""
+
+    @functools.wraps(operator)
+    def call(*operands: Any, **settings: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return run_eagerly(call, *operands, **settings)
+        if torch._C._len_torch_dispatch_stack():
+            with _unseen():
+                return operator(*operands, **settings)
+        return operator(*operands, **settings)
+
+    return cast(Operator, call)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,6 +272,9 @@ def call(
         return traced(operator, x, w, bias, group=group, config=config, name=name, on_plan=on_plan)
     if type(x) not in PLAIN or type(w) not in PLAIN or type(bias) not in PLAIN_OR_NONE:
         x, w, bias = local_operands(spec, group, x, w, bias)
+    if torch._C._len_torch_dispatch_stack():
+        with _unseen():
+            return apply(x, w, bias, op_of(spec, x, w, bias, group, config, name, on_plan))
     return apply(x, w, bias, op_of(spec, x, w, bias, group, config, name, on_plan))
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import OverlapConfig
-from ..linear import applied, as_rows, once_differentiable, run_eagerly
+from ..linear import applied, as_a_whole, as_rows, once_differentiable
 from ..ops.plan_cache import OnPlan, refuse
 from ..ops.spec import ALL_GATHER_LINEAR, ALL_TO_ALL_LINEAR, LINEAR_ALL_TO_ALL, LINEAR_REDUCE_SCATTER, OperatorSpec
 from .attention_layout import QkNorm, Rotary, rotated
@@ -27,6 +27,7 @@ from .layout import AttentionHeads, SequenceShards
 from .two_groups import refuse_in_both, sharded_linear
 
 
+@as_a_whole
 def linear_all_to_all(
     x_shard_m: torch.Tensor,
     w: torch.Tensor,
@@ -58,8 +59,6 @@ def linear_all_to_all(
     Raises:
         ValueError, OverlapTimeoutError, RuntimeError: as all_gather_linear; N, or the query heads, cannot be divided by W.
     """
-    if torch.compiler.is_compiling():
-        return run_eagerly(linear_all_to_all, x_shard_m, w, bias, group=group, heads=heads, config=config, name=name)
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, Terms(config, name))
     world, n = linear.world_size, linear.w.shape[0]
 
@@ -72,6 +71,7 @@ def linear_all_to_all(
     return y if own_bias is None else y + own_bias
 
 
+@as_a_whole
 def all_to_all_linear(
     x_shard_k: torch.Tensor,
     w: torch.Tensor,
@@ -95,8 +95,6 @@ def all_to_all_linear(
 
     Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W.
     """
-    if torch.compiler.is_compiling():
-        return run_eagerly(all_to_all_linear, x_shard_k, w, bias, group=group, config=config, name=name)
     linear = rows_linear(x_shard_k, w, bias, group, Terms(config, name))
     rows = partial(RankRows, world_size=linear.world_size, batch=linear.batch)
     y = _apply_to_rows(as_rows(x_shard_k), w, linear, rows, False, torch.is_grad_enabled())
@@ -105,6 +103,7 @@ def all_to_all_linear(
     return y if bias is None else y + bias
 
 
+@as_a_whole
 def qkv_all_to_all(
     x_shard_m: torch.Tensor,
     w: torch.Tensor,
@@ -146,11 +145,6 @@ def qkv_all_to_all(
     Raises:
         ValueError: as linear_all_to_all; the sequence does not fit the layout.
     """
-    if torch.compiler.is_compiling():
-        return run_eagerly(  # type: ignore[return-value]
-            qkv_all_to_all, x_shard_m, w, bias, shards=shards, heads=heads, qk_norm=qk_norm, rotary=rotary,
-            config=config, name=name, on_plan=on_plan,
-        )  # fmt: skip
     wrong, s = shards.error(x_shard_m, False, name), shards.length(x_shard_m, is_whole=False)
     if wrong is None and rotary is not None:
         wrong = rotary.error(s, heads.dim, x_shard_m.device, name)
@@ -176,6 +170,7 @@ def qkv_all_to_all(
     return q, k, v
 
 
+@as_a_whole
 def attention_output_linear(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -196,10 +191,6 @@ def attention_output_linear(
 
     Arguments, errors: see qkv_all_to_all and all_to_all_linear.
     """
-    if torch.compiler.is_compiling():
-        return run_eagerly(
-            attention_output_linear, x, w, bias, shards=shards, config=config, name=name, on_plan=on_plan
-        )
     wrong = shards.error(x, True, name)
     if wrong is not None:
         _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, shards, x, config, name)

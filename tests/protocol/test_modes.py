@@ -26,7 +26,10 @@ from overlap_train import (
     OverlapPeerError,
     all_gather_linear,
     all_to_all_linear,
+    dispatch_linear,
+    expert_routing,
     linear_all_to_all,
+    linear_combine,
     linear_reduce_scatter,
     shutdown,
 )
@@ -325,6 +328,27 @@ def _selective_checkpointing(rank: int, world: int) -> None:
         assert all(map(torch.equal, torch.autograd.grad(loss, (x, w)), expected))
 
 
+def _selective_checkpointing_of_first_calls(rank: int, world: int) -> None:
+    """A policy that saves everything: what only a first call does is not saved, or what is recomputed would get that."""
+
+    def loss_of_experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        routing = expert_routing(torch.ones(len(x), world, dtype=torch.bool), group=dist.group.WORLD)
+        y, _ = dispatch_linear(x, w, routing)
+        return linear_combine(y, w, routing).square().sum()
+
+    def loss_of(linear: Operator, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return linear(x, w).square().sum()
+
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    x_of_experts, w_of_experts = torch.ones(4, 8, requires_grad=True), torch.ones(1, 8, 8, requires_grad=True)
+    losses = [(partial(loss_of, linear), x.view(len(x) // 2, 2, -1), w) for linear, x, w in _all(_case())]
+    for loss, x, w in [*losses, (loss_of_experts, x_of_experts, w_of_experts)]:
+        checkpointed = torch.utils.checkpoint.checkpoint(loss, x, w, use_reentrant=False, context_fn=contexts)
+        found = torch.autograd.grad(checkpointed, (x, w))
+        assert all(map(torch.equal, found, torch.autograd.grad(loss(x, w), (x, w))))
+        shutdown()
+
+
 def _any_default_device(rank: int, world: int) -> None:
     torch.set_default_device("meta")
     x, w = torch.ones(4, 8, device="cpu", requires_grad=True), torch.ones(8, 8, device="cpu")
@@ -370,7 +394,8 @@ def _results_may_be_written_into(rank: int, world: int) -> None:
         _twice_differentiated, _autocast,
         _hooks_on_saved_tensors, _frozen_weights, _nothing_is_kept_without_gradients, _tensors_that_are_not_plain,
         _dtensors_that_lie_as_the_operator_means, _a_forked_process_is_no_rank, _settings_of_a_group_that_differ_are_told,
-        _any_default_device, _settings_of_one_rank, _selective_checkpointing, _inputs_written_into_are_torchs_error,
+        _any_default_device, _settings_of_one_rank, _selective_checkpointing,
+        _selective_checkpointing_of_first_calls, _inputs_written_into_are_torchs_error,
     ],
     ids=lambda body: body.__name__.strip("_"),
 )  # fmt: skip
