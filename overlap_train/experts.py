@@ -58,8 +58,6 @@ def expert_routing(
             these, or what first reads a number of rows.
         RuntimeError: a CUDA graph is being captured.
     """
-    if not isinstance(experts, torch.Tensor):
-        raise ValueError(f"{name}: experts is a {type(experts).__name__}; it must be a tensor, bool [T, E]")
     if (strange := tensor_error(name, {"experts": experts})) is not None:
         raise ValueError(strange)
     domain = domain_of(group, config, experts.device)

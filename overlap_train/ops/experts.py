@@ -27,7 +27,7 @@ from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, compiling_ahead, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
-from .spec import DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, tensor_error
+from .spec import DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, refuse_others, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
 NO_MEMORY = "more rows for one rank than slots hold (symmetric_mib, or a CUDA graph holds their addresses)"
@@ -76,6 +76,8 @@ class ExpertCall:
         config: OverlapConfig | None, name: str, on_plan: OnPlan | None,
     ) -> None:  # fmt: skip
         check_type(config)
+        operands = {spec.x_name: x} | ({} if probs is None else {"probs": probs})
+        refuse_others(name, operands)
         if not isinstance(routing, Routing):
             raise ValueError(
                 f"{name}: routing is a {type(routing).__name__}; it must be what expert_routing returned in this forward pass"
@@ -98,8 +100,7 @@ class ExpertCall:
         kinds = frozenset((type(each), each.device) for each in weights)
         of_probs = None if probs is None else (probs.shape[1:], probs.dtype, probs.device)
         self._key = (*self._common, len(weights), kinds, x.device, of_probs, config)
-        self._problem = tensor_error(name, {spec.x_name: x} | ({} if probs is None else {"probs": probs}))
-        self._problem = self._problem or autocast_error(name, x)
+        self._problem = tensor_error(name, operands) or autocast_error(name, x)
 
     def op(self) -> PlannedOp:
         """The planned call, once the rows are counted. Communicates at its first call, and where the heap has to grow.

@@ -246,6 +246,17 @@ def _tensors_that_are_not_plain(rank: int, world: int) -> None:
             call(*operands)
     with pytest.raises(ValueError, match=r"x_shard_k is a ndarray; it must be a torch\.Tensor"):
         linear_reduce_scatter(x.numpy(), torch.ones(8, 8), group=case.group)  # type: ignore[arg-type]
+    routing = expert_routing(torch.ones(4, world, dtype=torch.bool), group=case.group, config=case.config)
+    strange: list[tuple[Callable[[], Any], str]] = [
+        (lambda: linear_all_to_all(x, None, group=case.group), "w"),  # type: ignore[arg-type]
+        (lambda: linear_all_to_all(None, x, group=case.group), "x_shard_m"),  # type: ignore[arg-type]
+        (lambda: all_to_all_linear(None, x, group=case.group), "x_shard_k"),  # type: ignore[arg-type]
+        (lambda: dispatch_linear(None, torch.ones(1, 8, 8), routing), "x"),  # type: ignore[arg-type]
+        (lambda: linear_combine(None, torch.ones(1, 8, 8), routing), "a"),  # type: ignore[arg-type]
+    ]
+    for refused, what in strange:
+        with pytest.raises(ValueError, match=rf": {what} is a NoneType; it must be a torch\.Tensor"):
+            refused()
     with pytest.raises(ValueError, match=r"w_shard_n is a DTensor, .*pass its shard, w_shard_n\.to_local\(\)"):
         call(x, w)
     with FakeTensorMode(), pytest.raises(ValueError, match="x_shard_m is a FakeTensor"):
