@@ -42,6 +42,17 @@ _OPERATORS = {  # and its autograd function
 _SETTINGS = tuple(setting.name for setting in fields(OverlapConfig))
 
 
+@functools.partial(
+    torch.compiler.disable,
+    reason="overlap_train calls this operator eagerly: it is no node of a graph (docs/quick-start.md, Without Megatron), or its "
+    "arguments do not fit; without fullgraph=True it runs, or says what is wrong",
+)
+def eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
+    """The call of what Dynamo does not trace. Made here, as loading Dynamo takes 1.4 s, and not where it is called: of a function
+    that is wrapped while Dynamo traces it does not give the reason."""
+    return operator(*operands, **settings)
+
+
 def traced(
     operator: Callable[..., torch.Tensor], x: Any, w: Any, bias: Any, *,
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str, on_plan: OnPlan | None,

@@ -279,9 +279,10 @@ def call(
 
 
 def run_eagerly(operator: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
-    """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it. Wrapped here and not where the
-    operator is defined, because that would import Dynamo, 1.4 s, with this package."""
-    return torch.compiler.disable(operator)(*operands, **settings)
+    """The call, outside of what torch.compile traces: Dynamo cannot follow the driver calls in it."""
+    from .compiled import eagerly
+
+    return eagerly(operator, *operands, **settings)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from overlap_train import (
     OverlapConfig,
     all_gather_linear,
     linear_all_reduce,
+    linear_all_to_all,
     linear_dgrad_all_reduce,
     linear_reduce_scatter,
 )
@@ -229,6 +230,18 @@ CHECKS = (
 )  # fmt: skip
 
 
+def _refused_in_a_whole_graph(rank: int, world: int) -> None:
+    """Dynamo says why the graph would break, and what to do, and not that it cannot trace its own `disable`."""
+    calls = (
+        (all_gather_linear, torch.ones(6, 4)),
+        (linear_all_to_all, torch.ones(6, 8)),
+    )  # features that do not fit; Ulysses
+    for operator, w in calls:
+        compiled = torch.compile(_called(operator, _config()), backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"arguments do not fit; without fullgraph=True"):
+            compiled(torch.ones(4, 8), w)
+
+
 def _compiled(
     rank: int, world: int, backend: str, checks: tuple[Callable[[str, Function], None], ...], *operators: Function
 ) -> int:
@@ -247,6 +260,10 @@ def _dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiled_linear_does_what_eager_mode_does() -> None:
     assert values(run_ranks(2, _compiled, "aot_eager", CHECKS, *OPERATORS, limit_s=300)) == [0, 0]
+
+
+def test_a_whole_graph_that_would_break_says_why() -> None:
+    values(run_ranks(1, _refused_in_a_whole_graph, limit_s=60))
 
 
 def test_graphs_that_are_not_compiled_further() -> None:
