@@ -171,8 +171,9 @@ def _agree(agreement: Agreement, mine: FirstCall) -> None:
 def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
     """Where this rank and another one differ, in words with a way out, or None. whose: "rank 1 of the group"."""
     same_shapes = (theirs.request.operator, theirs.request.shapes) == (mine.request.operator, mine.request.shapes)
-    other_memory = theirs.terms.get("symmetric_mib") != mine.terms.get("symmetric_mib")  # which may decide how
-    if theirs.request != mine.request and not (same_shapes and other_memory):
+    # what may decide how, and in how much memory
+    other_terms = any(theirs.terms.get(term) != mine.terms.get(term) for term in ("symmetric_mib", "gradients"))
+    if theirs.request != mine.request and not (same_shapes and other_terms):
         requests = mine.request, theirs.request
         words = [request.what for request in requests]
         if words[0] == words[1]:  # of experts, whose routing says how many rows there are

@@ -37,7 +37,7 @@ _making = threading.RLock()
 
 def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: torch.device) -> OverlapDomain:
     """The domain of `group`, made at its first use. Symmetric memory is allocated when the first operator asks for it.
-    ValueError: no group, this process is not in it, or one of DOMAIN_WIDE differs from the domain's."""
+    ValueError: no group, this process is not in it, another device, or one of DOMAIN_WIDE differs from the domain's."""
     domain = _domains.get(group)
     if domain is None:
         check_type(config)
@@ -45,6 +45,15 @@ def domain_of(group: dist.ProcessGroup, config: OverlapConfig | None, device: to
             raise ValueError(
                 "group=None: pass the tensor-parallel group, or that of experts; of all ranks it is "
                 "torch.distributed.group.WORLD, once init_process_group has made it"
+            )
+        if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"group={group!r} is a {type(group).__name__}; it must be a torch.distributed.ProcessGroup, which "
+                f"mesh['tp'].get_group() gives of a DeviceMesh"
+            )
+        if device.type not in ("cpu", "cuda"):  # a domain there would be the group's until shutdown()
+            raise ValueError(
+                f"input is on {device}; operators run on cuda and cpu; move input and weight there first (meta: to_empty)"
             )
         if dist.get_rank(group) < 0:
             raise ValueError(

@@ -78,6 +78,8 @@ class PlannedOp:
         self, domain: OverlapDomain, plan: Plan, name: str, meaning: tuple[str, ...], trains: bool,
         turn: Turn | None = None,
     ) -> None:  # fmt: skip
+        if not isinstance(name, str):
+            raise ValueError(f"name={name!r} must be a str, by which ranks recognise each other's calls, or left out")
         self.domain, self.plan, self.keeps = domain, plan, plan.wgrad is None and trains
         self._name, self.turn = name, turn
         # Methods are not in the tags: ranks have agreed on these already.

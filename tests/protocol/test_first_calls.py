@@ -19,6 +19,7 @@ from overlap_train import (
     OverlapMismatchError,
     OverlapTimeoutError,
     all_gather_linear,
+    linear_dgrad_all_reduce,
     linear_reduce_scatter,
     shutdown,
 )
@@ -129,15 +130,21 @@ def test_a_rank_that_cannot_have_memory_is_named_on_every_rank() -> None:
             assert "open shared memory: rank 1: " in message and "rank 0:" not in message
 
 
-def _frozen_on_one_rank(rank: int, world: int) -> str:
-    with pytest.raises(ValueError) as caught:
-        _column(OverlapConfig(method="chunked"), x=True, w=rank == 0)
-    return str(caught.value)
+def _frozen_on_one_rank(rank: int, world: int) -> tuple[str, str]:
+    """w; and x where only its gradient communicates, which decides how, and in how much memory."""
+    config, w = OverlapConfig(method="chunked"), torch.ones(8, 8, requires_grad=True)
+    x = torch.ones(4, 8, requires_grad=rank == 0)
+    with pytest.raises(ValueError) as of_w:
+        _column(config, x=True, w=rank == 0)
+    with pytest.raises(ValueError) as of_x:
+        linear_dgrad_all_reduce(x, w, group=dist.group.WORLD, config=config)
+    return str(of_w.value), str(of_x.value)
 
 
 def test_ranks_that_train_different_operands_are_told() -> None:
-    for message in values(run_ranks(2, _frozen_on_one_rank)):
-        assert "w trained" in message and "w frozen" in message
+    for of_w, of_x in values(run_ranks(2, _frozen_on_one_rank)):
+        assert "w trained" in of_w and "w frozen" in of_w
+        assert "x trained" in of_x and "x frozen" in of_x
 
 
 def _bias_on_one_rank(rank: int, world: int) -> str:

@@ -420,8 +420,14 @@ def test_results_may_be_written_into(world: int) -> None:
 
 
 def _refused(rank: int, world: int) -> list[str]:
-    """What wrong calls say on this rank: a vector on one rank, no group, kernels without an interpreter."""
+    """What wrong calls say on this rank: a vector on one rank, no group, kernels without an interpreter. Calls on meta, and by
+    what is no group, come first: they leave the group as it was."""
     one = torch.ones(8, 8)
+    wrong = ((one.to("meta"), dist.group.WORLD, "run on cuda and cpu"), (one, "tp", "group='tp' is a str"))
+    for linear, _, w in _all(_case()):
+        for x, group, what in wrong:
+            assert what in refusal(linear, x, w.to(x.device), group=group)
+    assert "name=3 must be a str" in refusal(linear, one, w, group=dist.new_group(), name=3)
     calls = [
         (torch.ones(()) if rank == 0 else one, dist.group.WORLD, OverlapConfig(method="chunked")),
         (one, None, OverlapConfig(method="chunked")),
