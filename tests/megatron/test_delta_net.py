@@ -50,6 +50,7 @@ def test_projections_of_a_gated_delta_net_overlap() -> None:
     loss, actual = one_step(model)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     assert_close(actual, expected)
+    model.tower = torch.nn.MultiheadAttention(8, 2)  # whose out_proj is no linear of Megatron's
     linears = report(model).linears
     assert [x.slot for x in linears if "layers.0.self_attention" in x.name] == ["qkv", "proj"]
     assert len(linears) == 9 and {x.calls for x in linears} == {"overlapped 1"}
