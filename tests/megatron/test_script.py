@@ -304,7 +304,7 @@ def test_megatrons_graph_wrapper_brackets_what_it_captures_and_its_graphs_are_re
 
     def linear(group: str, calls: int) -> torch.nn.Module:
         module = torch.nn.Linear(1, 1)
-        module.tp_group = group  # type: ignore[assignment]
+        module.tp_group, module.config = group, None  # type: ignore[assignment]
         module.overlap = LinearOverlap(OverlapConfig(), "fc1", "fc1", overlapped_calls=calls)  # type: ignore[assignment]
         return module
 
