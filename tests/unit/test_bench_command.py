@@ -202,3 +202,11 @@ def test_records_are_drawn(files: str, name: str, tmp_path: Path, capsys: pytest
     for file in RECORDS.glob(files):
         shutil.copy(file, tmp_path)
     assert drawn(tmp_path, capsys) == [name]
+
+
+@pytest.mark.parametrize("words", [["bench", "plot"], ["plan", "--check"]], ids=" ".join)
+def test_a_file_that_is_cut_off_is_named(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "operators.json").write_text('{"rows": [')
+    assert cli.main([*words, str(tmp_path)]) == 2
+    assert f"{tmp_path / 'operators.json'}: no JSON as bench writes it" in capsys.readouterr().err

@@ -60,6 +60,15 @@ def write_json(path: Path, rows: list[Row], hardware: dict[str, Any]) -> None:
     scratch.replace(path)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """What write_json has written. Raises ValueError, with the path, for what is no JSON."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON as bench writes it ({error})") from None
+    return document
+
+
 def in_lines(document: dict[str, Any]) -> str:
     """As JSON: a line for each key, or, where a list stands there, for each of its items."""
     lists = {key: ",\n".join(map(json.dumps, value)) for key, value in document.items() if isinstance(value, list)}

@@ -7,14 +7,13 @@ timeline.png    one call by each method (timeline.py)
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..measure.models import MODELS
-from ..measure.results import Row
+from ..measure.results import Row, read_json
 from . import timeline
 from .bars import Bar, Scale, bars
 from .style import in_order, load, look_of
@@ -47,7 +46,7 @@ def draw(folder: Path) -> list[Path]:
         ("timeline", "calls", timeline.draw, "timeline"),
     ):
         path = folder / f"{name}.json"
-        record = json.loads(path.read_text()) if path.exists() else {}
+        record = read_json(path) if path.exists() else {}
         if record.get(key):
             drawn.append(draw_one(record, folder / f"{picture}.png"))
     if not drawn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from ...select.method import Pass
 from ...select.system import System, system_of
 from ...select.table import UNTUNED
 from ..measure.cases import ALL_REDUCES, LAYERS, PASSES, Case
-from ..measure.results import Row, aligned
+from ..measure.results import Row, aligned, read_json
 from .prediction import COLLECTIVE, in_a_row
 
 WORST, MEAN = 0.25, 0.12  # what is aimed at: of one figure, in the mean
@@ -47,7 +46,7 @@ def compare(folder: Path, system: System | None = None) -> list[Compared]:
     for path, of_rows in ((folder / "operators.json", _operators), (folder / "layers.json", _layers)):
         if not path.exists():
             continue
-        record = json.loads(path.read_text())
+        record = read_json(path)
         on = system or system_of(record["hardware"]["device"])
         if on is None:
             raise ValueError(f"--check {folder}: recorded on a GPU that is not known; add --system")
