@@ -66,7 +66,7 @@ def traced(
         not (plain and known and on_plan is None) or torch._C._is_any_autocast_enabled() or _returns_dw(w, config) is None
         or error(x, w, bias, group.size(), name) is not None
     ):  # fmt: skip
-        return linear.run_eagerly(operator, x, w, bias, group=group, config=config, name=name, on_plan=on_plan)
+        return eagerly(operator, x, w, bias, group=group, config=config, name=name, on_plan=on_plan)
     wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in (x, w, bias)]
     returned = [wanted[0], wanted[1] and bool(_returns_dw(w, config)), wanted[2]]
     y: torch.Tensor = _forward(

@@ -41,9 +41,6 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     in_c: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def apply(*arguments: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
-            with _unseen():
-                return in_c(*arguments)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:  # autograd refuses tangents
             return in_c(*arguments)
         return function.forward(_NoGradients(), *arguments)

@@ -136,7 +136,7 @@ class LinearOverlap:
         return "off" if fp8 == "off" or not_in_fp8(linear) is not None else fp8
 
     def config_of(self, linear: Any, weight: torch.Tensor) -> OverlapConfig:
-        """Of one call: the weight gradient goes into main_grad only where calls that fall back add it there, too. TE's do under
+        """Of one call: the weight gradient goes where Megatron's or TE's own call would put it; TE's goes into main_grad under
         gradient accumulation fusion only. Tells the weight of its fp8 copies of this step, and of TE's store of delayed
         gradients."""
         adds = attribute(linear, "fuse_wgrad_accumulation", True) and accumulates(linear, weight, self.config)

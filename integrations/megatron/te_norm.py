@@ -21,7 +21,15 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron.conditions import attribute
-from overlap_train.linear import applied, as_rows, as_sequence, column_backward, column_forward, once_differentiable
+from overlap_train.linear import (
+    applied,
+    as_a_whole,
+    as_rows,
+    as_sequence,
+    column_backward,
+    column_forward,
+    once_differentiable,
+)
 from overlap_train.ops.plan_cache import OnPlan, op_of
 from overlap_train.ops.planned import PlannedOp
 from overlap_train.ops.spec import ALL_GATHER_LINEAR
@@ -76,6 +84,7 @@ def norm_kernels(linear: Any) -> NormKernels | None:
     return NormKernels(linear.eps, linear.zero_centered_gamma, *margins)
 
 
+@as_a_whole
 def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
     """x by the norm of a linear; x itself where it has none."""
     kernels = linear.overlap.norm
@@ -85,6 +94,7 @@ def normed(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return h
 
 
+@as_a_whole
 def norm_all_gather_linear(
     linear: Any, x_shard_m: torch.Tensor, w_shard_n: torch.Tensor, bias: torch.Tensor | None, wants_h: bool = False, *,
     group: dist.ProcessGroup, config: OverlapConfig, name: str, on_plan: OnPlan,

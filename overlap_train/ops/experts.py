@@ -27,7 +27,7 @@ from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, compiling_ahead, in_words
 from .planned import Planned, PlannedOp
 from .routing import Routing
-from .spec import DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, refuse_others, tensor_error
+from .spec import DTYPES, EXPERT_ROUTING, OperatorSpec, autocast_error, no_fp8_on, refuse_non_tensors, tensor_error
 
 OVERFLOW = "more rows for one rank than slots hold (experts_room)"
 NO_MEMORY = "more rows for one rank than slots hold (symmetric_mib, or a CUDA graph holds their addresses)"
@@ -77,7 +77,7 @@ class ExpertCall:
     ) -> None:  # fmt: skip
         check_type(config)
         operands = {spec.x_name: x} | ({} if probs is None else {"probs": probs})
-        refuse_others(name, operands)
+        refuse_non_tensors(name, operands)
         if not isinstance(routing, Routing):
             raise ValueError(
                 f"{name}: routing is a {type(routing).__name__}; it must be what expert_routing returned in this forward pass"

@@ -41,7 +41,7 @@ def other_autocast(x: torch.Tensor) -> torch.dtype | None:
     return None if dtype == x.dtype else dtype
 
 
-def refuse_others(name: str, tensors: Mapping[str, object]) -> None:
+def refuse_non_tensors(name: str, tensors: Mapping[str, object]) -> None:
     """Raise ValueError for what is no tensor at all, None included, on this rank alone: it has no shape to speak of to others."""
     if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise ValueError(tensor_error(name, tensors))

@@ -153,9 +153,9 @@ def note_added(
 
 
 class _Accumulation:
-    """Runs before autograd accumulates what others have returned for a weight with a mark, and sets it for data parallelism."""
+    """A hook that autograd runs before it accumulates the gradients of a weight. It sets the mark for data parallelism."""
 
-    ADDED = 1  # True is of Megatron's or TransformerEngine's backward, which has returned memory without a value: not to be added
+    ADDED = 1  # Megatron's and TransformerEngine's backward set True, and return memory without a value: nobody may add that
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight: Any = weight

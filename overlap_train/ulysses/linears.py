@@ -26,7 +26,7 @@ from ..ops.spec import (
     LINEAR_ALL_TO_ALL,
     LINEAR_REDUCE_SCATTER,
     OperatorSpec,
-    refuse_others,
+    refuse_non_tensors,
 )
 from .attention_layout import QkNorm, Rotary, rotated
 from .exchange import HeadRows, Linear, RankRows, Rows, SequenceRows, Terms, heads_linear, like, rows_linear
@@ -66,7 +66,7 @@ def linear_all_to_all(
     Raises:
         ValueError, OverlapTimeoutError, RuntimeError: as all_gather_linear; N, or the query heads, cannot be divided by W.
     """
-    refuse_others(name, {"x_shard_m": x_shard_m, "w": w})
+    refuse_non_tensors(name, {"x_shard_m": x_shard_m, "w": w})
     linear, own_bias = heads_linear(x_shard_m, w, bias, heads, group, Terms(config, name))
     world, n = linear.world_size, linear.w.shape[0]
 
@@ -103,7 +103,7 @@ def all_to_all_linear(
 
     Arguments, dtypes, errors: see all_gather_linear. The first dimension of x_shard_k must be divisible by W.
     """
-    refuse_others(name, {"x_shard_k": x_shard_k})
+    refuse_non_tensors(name, {"x_shard_k": x_shard_k})
     linear = rows_linear(x_shard_k, w, bias, group, Terms(config, name))
     rows = partial(RankRows, world_size=linear.world_size, batch=linear.batch)
     y = _apply_to_rows(as_rows(x_shard_k), w, linear, rows, False, torch.is_grad_enabled())
@@ -154,7 +154,7 @@ def qkv_all_to_all(
     Raises:
         ValueError: as linear_all_to_all; the sequence does not fit the layout.
     """
-    refuse_others(name, {"x_shard_m": x_shard_m, "w": w})
+    refuse_non_tensors(name, {"x_shard_m": x_shard_m, "w": w})
     wrong, s = shards.error(x_shard_m, False, name), shards.length(x_shard_m, is_whole=False)
     if wrong is None and rotary is not None:
         wrong = rotary.error(s, heads.dim, x_shard_m.device, name)
@@ -201,7 +201,7 @@ def attention_output_linear(
 
     Arguments, errors: see qkv_all_to_all and all_to_all_linear.
     """
-    refuse_others(name, {"x": x})
+    refuse_non_tensors(name, {"x": x})
     wrong = shards.error(x, True, name)
     if wrong is not None:
         _refuse(wrong, ALL_TO_ALL_LINEAR, LINEAR_REDUCE_SCATTER, shards, x, config, name)

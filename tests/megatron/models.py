@@ -182,6 +182,15 @@ def optimizer_of(model: DistributedDataParallel) -> Any:
     return get_megatron_optimizer(settings, [model])
 
 
+def one_step(model: GPTModel) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of one batch, and the gradients, without data parallelism."""
+    text = next(batches())
+    positions = torch.arange(SEQUENCE).expand(len(text), -1)
+    loss = model(text[:, :-1], positions, None, labels=text[:, 1:]).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
 def train(recipe: Recipe, steps: int, bare: GPTModel | None = None) -> tuple[list[float], DistributedDataParallel]:
     """Losses of the steps, and the model after them. bare: the model before; None: as the recipe says."""
     model = wrap(recipe, gpt(recipe) if bare is None else bare)

@@ -18,8 +18,7 @@ from overlap_train.integrations.megatron import gpt_block_spec, report
 from overlap_train.integrations.megatron.norm import Norm
 from tests.megatron import layout
 from tests.megatron.linears import model_config
-from tests.megatron.models import LLAMA, assembled
-from tests.megatron.test_latent_attention import one_step
+from tests.megatron.models import LLAMA, assembled, one_step
 from tests.megatron.test_training import assert_close
 from tests.megatron.workers import on_ranks
 

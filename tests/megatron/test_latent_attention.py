@@ -17,7 +17,7 @@ from overlap_train import OverlapConfig
 from overlap_train.integrations.megatron import report
 from overlap_train.integrations.megatron.norm import Norm
 from tests.megatron import layout
-from tests.megatron.models import LLAMA, SEQUENCE, assembled, batches
+from tests.megatron.models import LLAMA, assembled, one_step
 from tests.megatron.test_training import assert_close
 from tests.megatron.workers import on_ranks
 
@@ -67,14 +67,6 @@ def _replace_norms(spec: Any) -> None:
             setattr(parts, field.name, Norm)
         elif dataclasses.is_dataclass(part):
             _replace_norms(part)
-
-
-def one_step(model: GPTModel) -> tuple[float, dict[str, torch.Tensor]]:
-    text = next(batches())
-    positions = torch.arange(SEQUENCE).expand(len(text), -1)
-    loss = model(text[:, :-1], positions, None, labels=text[:, 1:]).mean()
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.skipif(megatron.core.__version__.startswith("0.16"), reason="builds it with TransformerEngine alone")

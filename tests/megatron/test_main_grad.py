@@ -55,7 +55,7 @@ def accumulated_from_bf16(kind: str) -> None:
 
 def steps(linear: Any, x: torch.Tensor, passes: str) -> int:
     """Backward passes, apart by spaces, each over calls that overlap (o), calls that fall back (f) and penalties on the weight,
-    whose gradient is 1 (p). Returns how many calls there were, after it has looked at each pass as DDP does."""
+    whose gradient is 1 (p). After each pass DDP's hook runs. Returns the number of calls."""
     weight = linear.weight
     for each in passes.split():
         outputs = [weight.sum() if use == "p" else fall_back(linear, use == "f")(x)[0] for use in each]
@@ -83,11 +83,8 @@ def gradients_of_others(kind: str) -> None:
         for name, value in marks.items():
             setattr(linear.weight, name, value)
         calls = steps(linear, x, passes)
-        assert torch.equal(linear.weight.main_grad, START + calls * expected + passes.count("p")), (
-            passes,
-            fused,
-            marks,
-        )
+        expected = START + calls * expected + passes.count("p")
+        assert torch.equal(linear.weight.main_grad, expected), (passes, fused, marks)
 
 
 def returned(kind: str) -> None:
@@ -223,7 +220,7 @@ def delayed(kind: str) -> None:
 def test_calls_that_fall_back_do_as_overlapped_ones(
     kind: str, fusion: bool, main_grad: str, dtype: torch.dtype
 ) -> None:
-    """In whatever dtype main_grad is, with what is added there and what is returned."""
+    """main_grad has both gradients, whatever its dtype is, and whether a call adds there or returns."""
     provide_accumulation_fusion()
     for passes in ("o f", "f o", "of", "fo"):
         pair, x, expected = make(kind, main_grad=main_grad)

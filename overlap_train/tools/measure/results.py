@@ -71,9 +71,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def in_lines(document: dict[str, Any]) -> str:
     """As JSON: a line for each key, or, where a list stands there, for each of its items."""
-    lists = {key: ",\n".join(map(json.dumps, value)) for key, value in document.items() if isinstance(value, list)}
-    texts = {key: f"[\n{lists[key]}\n]" if key in lists else json.dumps(value) for key, value in document.items()}
-    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
+
+    def text(value: Any) -> str:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if isinstance(value, list) else json.dumps(value)
+
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text(value)}" for key, value in document.items()) + "\n}\n"
 
 
 def hardware(device: torch.device, world: int) -> dict[str, Any]:
