@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arrivals import units_to_take
-from .hopper_scaled import BLOCKS, UNSCALED, half_product, scale_of_product, scales_of_strip, whole_product
+from .hopper_scaled import BLOCKS, UNSCALED, half_product, registers, scale_of_product, scales_of_strip, whole_product
 from .hopper_stores import make_outbox, put_quarter, store_strip
 from .hopper_tiles import (
     NO_TILE,
@@ -196,6 +196,6 @@ def hopper_all_gather_gemm_kernel(
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, rank, sizes, WORLD, LOCAL, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
         (send_rows, (own_ptr, words, places, (m_shard, n, pitch), WORLD, CHUNKS, DIRECT, PIECE, STEP, False)),
-    ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
+    ], [WARPS, 1, 1, SENDERS], registers(SCALING, 3))  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

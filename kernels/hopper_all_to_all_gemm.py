@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from .arrivals import units_to_take
 from .hopper_all_gather_gemm import SENDERS, multiply_tiles, send_rows, store_tiles
-from .hopper_scaled import UNSCALED
+from .hopper_scaled import UNSCALED, registers
 from .hopper_stores import make_outbox
 from .hopper_tiles import NO_TILE, PARTS, WARPS, claim_tile, fence_for_tma, load_tile_or_half, make_rings
 from .order import received_block
@@ -88,6 +88,6 @@ def hopper_all_to_all_gemm_kernel(
                  BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (store_tiles, (tiles, outbox, y_desc, 0, whole, 1, 1, CHUNKS, BLOCK_M, BLOCK_N, GROUP_M)),
         (send_rows, (own_ptr, words, places, sizes, WORLD, CHUNKS, DIRECT, PIECE, STEP, True)),
-    ], [WARPS, 1, 1, SENDERS], [232, 40, 40, 40])  # fmt: skip
+    ], [WARPS, 1, 1, SENDERS], registers(UNSCALED, 3))  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -30,7 +30,7 @@ from .hopper_experts import (
     take_quarter,
     tile_of_experts,
 )
-from .hopper_scaled import UNSCALED
+from .hopper_scaled import UNSCALED, registers
 from .hopper_stores import make_outbox_of
 from .hopper_tiles import NO_TILE, PARTS, WARPS, make_rings, next_tile
 from .signal import MAX_CHUNKS, claim, finalize_epoch, next_word, notify_peer
@@ -125,5 +125,5 @@ def hopper_dispatch_gemm_kernel(
                         BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, REVERSED, True)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
         (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, word, pitch, STEP)),
-    ], [WARPS, 1, STORERS, SENDERS], [232, 40, 40, 40])  # fmt: skip
+    ], [WARPS, 1, STORERS, SENDERS], registers(SCALING, 3))  # fmt: skip
     finalize_epoch(left_ptr, epoch_ptr, word, WORLD)

@@ -26,7 +26,7 @@ from .hopper_experts import (
     take_quarter,
     tile_of_experts,
 )
-from .hopper_scaled import UNSCALED
+from .hopper_scaled import UNSCALED, registers
 from .hopper_stores import make_outbox_of
 from .hopper_tiles import NO_TILE, PARTS, WARPS, make_rings, next_tile
 from .signal import finalize_epoch, next_word, notify_peer, signal_word
@@ -117,5 +117,5 @@ def hopper_gemm_combine_kernel(
                         BLOCK_K, GROUP_M, STAGES, B_IS_NK, REVERSED, False)),
         (_send, (tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_ptr, places, epoch_ptr, tag, n, WORLD,
                  BLOCK_M, BLOCK_N, GROUP_M)),
-    ], [WARPS, 1, STORERS], [232, 40, 40])  # fmt: skip
+    ], [WARPS, 1, STORERS], registers(SCALING, 2))  # fmt: skip
     finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

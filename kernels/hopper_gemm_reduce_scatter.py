@@ -23,6 +23,7 @@ from .hopper_scaled import (
     UNSCALED,
     half_product,
     no_whole_product,
+    registers,
     scale_of_product,
     scales_of_strip,
     whole_product,
@@ -258,6 +259,6 @@ def hopper_gemm_reduce_scatter_kernel(
                  RUN, DIRECT, REDUCE, EXCHANGE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK)),
         (_store, (tiles, outbox, places, y_desc, complete_ptr, outgoing_at_ptr, epoch_ptr, tag, rank, sizes, WORLD, LOCAL,
                   CHUNKS, RUN, DIRECT, BLOCK_M, BLOCK_N, GROUP_M, BUFFERS, SHARES)),
-    ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
+    ], [WARPS, 1, 1], registers(SCALING, 2))  # fmt: skip
     if DIRECT:
         finalize_epoch(left_ptr, epoch_ptr, next_word(gl.load(epoch_ptr), tag), WORLD)

@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from .hopper_scaled import UNSCALED, registers
 from .hopper_stores import make_outbox, put_quarter, split_tile, store_strip
 from .hopper_tiles import (
     NO_TILE,
@@ -188,4 +189,4 @@ def hopper_grouped_wgrad_kernel(
         (_multiply, (panels, tiles, outbox, words_ptr + 2, ends_ptr, sizes, 1, ADDS, BLOCK_N, BLOCK_K, ROWS, GROUP_N, STAGES)),
         (_load, (panels, tiles, dy_desc, x_desc, words_ptr, ends_ptr, sizes, ADDS, BLOCK_N, BLOCK_K, ROWS, GROUP_N, STAGES)),
         (_store, (tiles, outbox, dw_desc, ends_ptr, sizes, ADDS, BLOCK_N, BLOCK_K, ROWS, GROUP_N)),
-    ], [WARPS, 1, 1], [232, 40, 40])  # fmt: skip
+    ], [WARPS, 1, 1], registers(UNSCALED, 2))  # fmt: skip

@@ -27,6 +27,15 @@ BLOCKS = gl.constexpr(3)  # a scale of each block, with sums in fp32
 BLOCK = gl.constexpr(128)
 
 
+@gluon.constexpr_function
+def registers(SCALING, others):
+    """A thread's in the second multiplying group, and in each of the `others` groups of warps: 504 with those of the first
+    multiplying group, which has as many as the second (ops/launch.py). With Triton 3.8 the loading warp spills 8 to 60 bytes of
+    40 registers; with scales of blocks the multiplying groups spill with 224."""
+    multiplying = 232 if SCALING == BLOCKS else 224
+    return [multiplying, *[504 - 2 * multiplying] * others]
+
+
 @gluon.jit
 def scale_of_product(scales, SCALING: gl.constexpr):
     """What the product is multiplied by at its end. scales: of a and of b."""

@@ -170,7 +170,8 @@ def claim(counter_ptr):
 @triton.jit
 def signal_word(source, chunk):
     """Which signal of a slot guards `chunk` of the block that rank `source` writes."""
-    return source * MAX_CHUNKS + chunk
+    # A cast, since Triton 3.8's interpreter takes a Python number times a constant plus a tensor for a constant.
+    return tl.cast(source, tl.int32) * MAX_CHUNKS + chunk
 
 
 @triton.jit(do_not_specialize=["rank", "tag", "limit"])

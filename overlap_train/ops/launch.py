@@ -32,8 +32,8 @@ PART_M, HALF_N = BLOCK_M // HOPPER_TILE.parts, BLOCK_N // 2
 STAGES, STAGES_DIRECT, BUFFERS_DIRECT = HOPPER_TILE.num_stages, 3, 2
 # What a CTA that sends rows has in flight, in bytes. More takes from the product and sends no faster (benchmarks/notes.md).
 STEP = 2048
-# Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, then 232 and
-# 40. Triton counts the first group only.
+# Two groups of 4 multiplying warps and up to 4 others, which load and store, share 65,536 registers: 168 a thread, until each
+# group takes its own (hopper_scaled.registers). Triton counts the first group only.
 LAUNCH = {"num_warps": HOPPER_TILE.num_warps, "maxnreg": 168}
 MOST_DIRECT_PEERS = 7  # peers for which the Hopper kernel of GEMM + RS has a tensor descriptor
 # A poll in Triton's interpreter takes about 0.1 ms, and the interpreter has no clock: its time-out is a number of polls.

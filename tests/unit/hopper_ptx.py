@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 WORDS = (
     "counter_ptr", "sent_ptr", "complete_ptr", "left_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr",
@@ -184,8 +185,16 @@ def compiled_portable(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
 
 
-def resources(ptx: str) -> str:
-    """What the assembler says of registers and spills."""
+class Resources(NamedTuple):
+    """What the assembler says of a kernel. spilled: bytes a thread that it stores in local memory."""
+
+    registers: int
+    spilled: int
+    serialized: bool
+
+
+def resources(ptx: str) -> Resources:
+    """Those of a kernel."""
     import subprocess
     import tempfile
 
@@ -195,4 +204,7 @@ def resources(ptx: str) -> str:
         file.write(ptx)
         file.flush()
         command = [knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers, spilled = (re.search(rf"(\d+) {what}", said) for what in ("registers", "bytes spill stores"))
+    assert registers and spilled, said
+    return Resources(int(registers[1]), int(spilled[1]), "serialized" in said)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.mark.parametrize(
     ("count", "nbytes"),
-    [(1, ON_FEW_SMS), (7, ON_FEW_SMS), (MOST_OF_64_KIB, ON_FEW_SMS), (2, ON_ALL_SMS), (22, ON_ALL_SMS)],
+    [(1, ON_FEW_SMS), (3, ON_FEW_SMS), (MOST_OF_64_KIB, ON_FEW_SMS), (2, ON_ALL_SMS), (22, ON_ALL_SMS)],
 )
 def test_a_sum_compiles_without_atomics_and_spills(compiling: ProcessPoolExecutor, count: int, nbytes: int) -> None:
     """On the SMs that products leave it, and on all as the last one, of 22 other blocks on 16 nodes of 8."""
@@ -27,7 +27,7 @@ def test_a_sum_compiles_without_atomics_and_spills(compiling: ProcessPoolExecuto
     submitted = compiling.submit(hopper_ptx.compiled_portable, "add_blocks", "add_blocks_kernel", **constants)
     added = submitted.result(120)
     assert re.search(r"st\.global", added) and not re.search(r"\b(atom|red)\.", added)
-    assert "0 bytes spill stores, 0 bytes spill loads" in hopper_ptx.resources(added)
+    assert hopper_ptx.resources(added).spilled == 0
 
 
 @pytest.mark.parametrize("kernel", ["all_gather_gemm", "all_to_all_gemm"])
@@ -53,4 +53,4 @@ def test_hopper_kernels_that_leave_claim_by_exchanges_and_spill_nothing(
     ptx = {n: compiling.submit(hopper_ptx.compiled, kernel, True, LOCAL=n).result(120)[0] for n in (4, 2)}
     loads, exchanges = ({n: len(re.findall(what, ptx[n])) for n in ptx} for what in (r"ld\.volatile", r"atom\S*\.cas"))
     assert loads[2] == loads[4] and exchanges[2] == exchanges[4] + 2
-    assert "0 bytes spill stores, 0 bytes spill loads" in hopper_ptx.resources(ptx[2])
+    assert hopper_ptx.resources(ptx[2]).spilled == 0
