@@ -4,6 +4,9 @@
 
 Of a whole matrix, largest elements are kept as bits, whose order as integers is that of magnitudes, with infinity and NaN above
 all numbers. Scales of blocks are powers of two, rounded down.
+
+Where both rows and columns are written, each has a scale of its own, though it is the same number: where one conversion serves
+both, ptxas 12.8 and 12.9 store columns from registers before these are written (tests/gpu/test_fp8.py).
 """
 
 import triton
@@ -34,6 +37,12 @@ def scale_of(amax_ptr, count, MOST: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def scaled(x, scale, MOST: tl.constexpr, FORMAT: tl.constexpr = tl.float8e4nv):
+    """x * scale in FORMAT. Infinity becomes the largest number, NaN stays."""
+    return tl.clamp(x * scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(FORMAT)
+
+
+@triton.jit
 def magnitude(x):
     """|x|, 0 of NaN: one instruction, where a comparison and a choice are two."""
     return tl.maximum(tl.abs(x), 0.0)
@@ -50,7 +59,6 @@ def quantize_kernel(
     amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written. GIVEN: amax is the scale itself.
     TELLS: told [1] fp32, not negative, is raised to the largest magnitude, of which NaN is none.
     """
-    scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
     tiles_k = tl.cdiv(k, BLOCK_K)
     row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
@@ -60,12 +68,12 @@ def quantize_kernel(
         largest = tl.max(tl.max(magnitude(x), axis=1), axis=0)
         bits = told_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(bits, largest.to(tl.int32, bitcast=True), sem="relaxed")
-    x *= scale
-    x = tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-    x8 = x.to(by_rows_ptr.dtype.element_ty)
     if ROWS:
-        tl.store(by_rows_ptr + row * k + col, x8, mask=inside)
+        scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
+        tl.store(by_rows_ptr + row * k + col, scaled(x, scale, MOST, by_rows_ptr.dtype.element_ty), mask=inside)
     if COLUMNS:
+        scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
+        x8 = scaled(x, scale, MOST, by_rows_ptr.dtype.element_ty)
         tl.store(by_columns_ptr + col.to(tl.int64) * m + row, x8, mask=inside)
     if tl.program_id(0) == 0:
         tl.store(inverse_ptr, tl.div_rn(1.0 + 0.0 * scale, scale))
@@ -87,12 +95,6 @@ def scale_of_block(amax, MOST: tl.constexpr):
     scale = tl.minimum(tl.div_rn(MOST + amax * 0.0, amax), 3.4028234663852886e38)
     power = (scale.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)  # its exponent alone
     return tl.where((amax == 0.0) | (amax == float("inf")), 1.0, power)
-
-
-@triton.jit
-def scaled(x, scale, MOST: tl.constexpr):
-    """x * scale in e4m3. Infinity becomes the largest number, NaN stays."""
-    return tl.clamp(x * scale, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -144,12 +146,12 @@ def quantize_squares_kernel(
     row = tile_m * BLOCK + tl.arange(0, BLOCK)[:, None].to(tl.int64)
     col = tile_k * BLOCK + tl.arange(0, BLOCK)[None, :].to(tl.int64)
     x = tl.load(x_ptr + row * k + col).to(tl.float32)
-    scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=1), axis=0), MOST)
-    x8 = scaled(x, scale, MOST)
     if ROWS:
-        tl.store(by_rows_ptr + row * k + col, x8)
+        scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=1), axis=0), MOST)
+        tl.store(by_rows_ptr + row * k + col, scaled(x, scale, MOST))
     if COLUMNS:
-        tl.store(by_columns_ptr + row // height * height * k + col * height + row % height, x8)
+        scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=0), axis=0), MOST)
+        tl.store(by_columns_ptr + row // height * height * k + col * height + row % height, scaled(x, scale, MOST))
     tl.store(scales_ptr + tile_m * stride + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
 
 
