@@ -65,12 +65,21 @@ def make_rings(a_desc, b_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
+def same_in_warp(value):
+    """value int32, which all threads have. The assembler takes what one lane tells the others for the same in all of a warp, and
+    keeps what depends on it in uniform registers."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def claim_tile(tiles, turn, counter_ptr, bound, before=NO_TILE, LEAVES: gl.constexpr = False):
     """Loading warp: claim the next tile below `bound` and give its index, or NO_TILE, to the multiplying warps. before: the tile
     that it had before. LEAVES: see claim_below."""
     tile_ring, tile_full, tile_free = tiles
     index = claim_below(counter_ptr, before + 1, bound, LEAVES)
-    index = gl.where(index < bound, index, NO_TILE)
+    index = same_in_warp(gl.where(index < bound, index, NO_TILE))
     place = turn % QUEUE_DEPTH
     mbarrier.wait(tile_free.index(place), (turn // QUEUE_DEPTH & 1) ^ 1)
     tile_ring.index(place).store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
@@ -84,7 +93,7 @@ def next_tile(tiles, turn, READING_WARPS: gl.constexpr):
     tile_ring, tile_full, tile_free = tiles
     place = turn % QUEUE_DEPTH
     mbarrier.wait(tile_full.index(place), turn // QUEUE_DEPTH & 1)
-    index = gl.max(tile_ring.index(place).load(gl.BlockedLayout([1], [32], [READING_WARPS], [0])), 0)
+    index = same_in_warp(gl.max(tile_ring.index(place).load(gl.BlockedLayout([1], [32], [READING_WARPS], [0])), 0))
     mbarrier.arrive(tile_free.index(place), count=1)
     return index
 

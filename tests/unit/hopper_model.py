@@ -168,7 +168,8 @@ class Loads:
         self.here: set[tuple[int, int]] | None = None
         self.ends: list[int] = []
         self.claimed = 0
-        self._claim_tile = python_of(hopper_tiles.claim_tile, gl=_RING, QUEUE_DEPTH=2, claim_below=self._claim_below())
+        called = dict(claim_below=self._claim_below(), same_in_warp=lambda index: index)
+        self._claim_tile = python_of(hopper_tiles.claim_tile, gl=_RING, QUEUE_DEPTH=2, **called)
         self._waits: set[int] = set()
         self._wait_both = python_of(signal.wait_both, wait_signal=self._wait)
 

@@ -6,7 +6,10 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, NamedTuple
+
+from packaging.version import Version
 
 WORDS = (
     "counter_ptr", "sent_ptr", "complete_ptr", "left_ptr", "memory_at_ptr", "outgoing_at_ptr", "signals_ptr", "epoch_ptr",
@@ -183,6 +186,12 @@ def compiled_portable(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
+
+
+def may_spill() -> int:
+    """Bytes a thread. With Triton 3.8 warps spill what they keep from before they part, and what they need where a wait takes
+    long; no product's loop spills."""
+    return 40 if Version(version("triton")) >= Version("3.8") else 0
 
 
 class Resources(NamedTuple):

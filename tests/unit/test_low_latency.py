@@ -158,7 +158,7 @@ def test_each_word_is_one_access_beside_that_of_the_next_thread(
     assert len(re.findall(WORD_STORED, ptx)) == 8 * (1 if "scatter" in kernel else world - 1)
     assert len(re.findall(r"@%p\d+ ld\.volatile\.global\.b64", ptx)) == 8 and "ld.volatile.global.v" not in ptx
     used = compiling.submit(hopper_ptx.resources, ptx).result(120)
-    assert used.spilled == 0 and used.registers <= 128
+    assert used.spilled <= hopper_ptx.may_spill() and used.registers <= 128
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler")
