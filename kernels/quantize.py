@@ -4,9 +4,6 @@
 
 Of a whole matrix, largest elements are kept as bits, whose order as integers is that of magnitudes, with infinity and NaN above
 all numbers. Scales of blocks are powers of two, rounded down.
-
-Where both rows and columns are written, each has a scale of its own, though it is the same number: where one conversion serves
-both, ptxas 12.8 and 12.9 store columns from registers before these are written (tests/gpu/test_fp8.py).
 """
 
 import triton
@@ -43,6 +40,13 @@ def scaled(x, scale, MOST: tl.constexpr, FORMAT: tl.constexpr = tl.float8e4nv):
 
 
 @triton.jit
+def apart(scale):
+    """scale, which the compilers take for another number. So numbers by columns are converted apart from those by rows: where one
+    conversion serves both, ptxas 12.8 and 12.9 store columns from registers that are not written yet."""
+    return tl.max(tl.zeros((32,), tl.float32) + scale, axis=0)
+
+
+@triton.jit
 def magnitude(x):
     """|x|, 0 of NaN: one instruction, where a comparison and a choice are two."""
     return tl.maximum(tl.abs(x), 0.0)
@@ -59,6 +63,7 @@ def quantize_kernel(
     amax [count] fp32: of the parts of the tensor. ROWS, COLUMNS: which of the two are written. GIVEN: amax is the scale itself.
     TELLS: told [1] fp32, not negative, is raised to the largest magnitude, of which NaN is none.
     """
+    scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
     tiles_k = tl.cdiv(k, BLOCK_K)
     row = tl.program_id(0) // tiles_k * BLOCK_M + tl.arange(0, BLOCK_M)[:, None].to(tl.int64)
     col = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
@@ -68,12 +73,11 @@ def quantize_kernel(
         largest = tl.max(tl.max(magnitude(x), axis=1), axis=0)
         bits = told_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         tl.atomic_max(bits, largest.to(tl.int32, bitcast=True), sem="relaxed")
+    FORMAT: tl.constexpr = by_rows_ptr.dtype.element_ty
     if ROWS:
-        scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
-        tl.store(by_rows_ptr + row * k + col, scaled(x, scale, MOST, by_rows_ptr.dtype.element_ty), mask=inside)
+        tl.store(by_rows_ptr + row * k + col, scaled(x, scale, MOST, FORMAT), mask=inside)
     if COLUMNS:
-        scale = tl.load(amax_ptr) if GIVEN else scale_of(amax_ptr, count, MOST, PADDED)
-        x8 = scaled(x, scale, MOST, by_rows_ptr.dtype.element_ty)
+        x8 = scaled(x, apart(scale) if ROWS else scale, MOST, FORMAT)
         tl.store(by_columns_ptr + col.to(tl.int64) * m + row, x8, mask=inside)
     if tl.program_id(0) == 0:
         tl.store(inverse_ptr, tl.div_rn(1.0 + 0.0 * scale, scale))
@@ -146,12 +150,12 @@ def quantize_squares_kernel(
     row = tile_m * BLOCK + tl.arange(0, BLOCK)[:, None].to(tl.int64)
     col = tile_k * BLOCK + tl.arange(0, BLOCK)[None, :].to(tl.int64)
     x = tl.load(x_ptr + row * k + col).to(tl.float32)
+    scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=1), axis=0), MOST)
     if ROWS:
-        scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=1), axis=0), MOST)
         tl.store(by_rows_ptr + row * k + col, scaled(x, scale, MOST))
     if COLUMNS:
-        scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=0), axis=0), MOST)
-        tl.store(by_columns_ptr + row // height * height * k + col * height + row % height, scaled(x, scale, MOST))
+        x8 = scaled(x, apart(scale) if ROWS else scale, MOST)
+        tl.store(by_columns_ptr + row // height * height * k + col * height + row % height, x8)
     tl.store(scales_ptr + tile_m * stride + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
 
 

@@ -162,9 +162,9 @@ def _descriptor(*block: int, dtype: str = "bf16") -> str:
 
 
 def compiled_portable(
-    module_name: str, kernel_name: str, capability: int = 90, bias: bool = False, **constants: Any
+    module_name: str, kernel_name: str, capability: int = 90, bias: bool = False, data: str = "*bf16", **constants: Any
 ) -> str:
-    """PTX of a plain Triton kernel for bf16 data. capability: of the GPU, 80 for an A100. constants: constexprs; num_warps, 4
+    """PTX of a plain Triton kernel for `data`. capability: of the GPU, 80 for an A100. constants: constexprs; num_warps, 4
     without it; and divisible: the names of arguments that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -172,7 +172,6 @@ def compiled_portable(
 
     kernel = getattr(__import__(f"overlap_train.kernels.{module_name}", fromlist=["kernel"]), kernel_name)
     names, warps, divisible = kernel.arg_names, constants.pop("num_warps", 4), constants.pop("divisible", ())
-    data = "*bf16"
     if "words_at_ptr" in names:  # the low-latency protocol, which takes units of 4 or 2 bytes
         data = "*i32" if constants["PER_WORD"] == 1 else "*i16"
     if "DTYPE" in constants:
