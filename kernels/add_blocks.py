@@ -8,7 +8,8 @@ import triton.language as tl
 # and 16 warps; 62, 36 and 60 with 32 KiB; 12, 17 and 10 with 2 KiB and 4 warps. On all SMs 32 KiB are best: 2503, 1882 and
 # 2226 GB/s, beside 2489, 1274 and 1426 with 64 KiB and 1689, 1541 and 2093 with 2 KiB.
 ON_FEW_SMS, ON_ALL_SMS, WARPS = 64 << 10, 32 << 10, 16
-MOST_OF_64_KIB = 4  # blocks beside the own one whose 64 KiB find room in registers; of more 32 KiB are added at a time
+# Blocks beside the own one whose 64 KiB find room in registers, with Triton 3.8, too; of more 32 KiB are added at a time.
+MOST_OF_64_KIB = 4
 
 
 @triton.jit

@@ -29,9 +29,9 @@ BLOCK = gl.constexpr(128)
 
 @gluon.constexpr_function
 def registers(SCALING, others):
-    """A thread's in the second multiplying group, and in each of the `others` groups of warps: 504 with those of the first
-    multiplying group, which has as many as the second (ops/launch.py). With Triton 3.8 the loading warp spills 8 to 60 bytes of
-    40 registers; with scales of blocks the multiplying groups spill with 224."""
+    """Registers of a thread: of the second multiplying group, then of each of the `others` groups. With those of the first group,
+    as many as the second's, they are 504 (ops/launch.py). With Triton 3.8 a loading warp that has 40 spills up to 60 bytes; with
+    scales of blocks the multiplying groups need 232."""
     multiplying = 232 if SCALING == BLOCKS else 224
     return [multiplying, *[504 - 2 * multiplying] * others]
 

@@ -41,8 +41,9 @@ def scaled(x, scale, MOST: tl.constexpr, FORMAT: tl.constexpr = tl.float8e4nv):
 
 @triton.jit
 def apart(scale):
-    """scale, which the compilers take for another number. So numbers by columns are converted apart from those by rows: where one
-    conversion serves both, ptxas 12.8 and 12.9 store columns from registers that are not written yet."""
+    """scale, as a number that compilers do not know to be the same: they see through a copy, not through a reduction. So numbers
+    by columns are converted apart from those by rows. Where one conversion serves both, ptxas 12.8 and 12.9 store columns from
+    registers that are not written yet; a test of the PTX finds such conversions."""
     return tl.max(tl.zeros((32,), tl.float32) + scale, axis=0)
 
 
@@ -178,7 +179,7 @@ def pack_rows_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def unpack_rows_kernel(by_rows_ptr, scales_ptr, x_ptr, m, k, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """What packed rows stand for: x [M, K], exactly in bf16, since scales are powers of two."""
+    """What packed rows stand for: x [M, K], in bf16 exactly, but beyond its range, since scales are powers of two."""
     pieces = k // BLOCK
     for tile in range(tl.program_id(0), tl.cdiv(m, ROWS) * pieces, tl.num_programs(0)):
         row = tile // pieces * ROWS + tl.arange(0, ROWS).to(tl.int64)

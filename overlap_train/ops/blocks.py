@@ -104,7 +104,8 @@ def packed_rows(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked_rows(domain: OverlapDomain, packed: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
-    """What packed rows, bytes [M, *], stand for: [M, K], exactly in bf16, since scales are powers of two."""
+    """What packed rows, bytes [M, *], stand for: [M, K], exactly in bf16, since scales are powers of two, but beyond its
+    range."""
     packed = packed.view(FORWARD)
     if not domain.on_gpu:
         return times(packed[:, :features], tails(packed, features)).to(dtype)

@@ -119,7 +119,7 @@ class GroupedProduct:
 class BlockProduct:
     """The same in fp8, with a scale for each block (blocks.py): rows, packed, with e4m3 numbers of the weights. What is made of
     the weights is kept where `first` has an attribute `stacked`. The library multiplies what these numbers stand for: in bf16
-    exactly that."""
+    exactly that, but beyond its range."""
 
     transposed, is_reversed = True, False  # kernels get both operands along the contraction
 
@@ -131,7 +131,7 @@ class BlockProduct:
         if not isinstance(kept, Quantized):  # none, or that of a call that is not in fp8
             is_kept, lying = hasattr(first, "stacked"), GroupedProduct(weights, True).lying(1)
             stack = torch.stack([*weights]) if lying is None else lying
-            kept = squares(domain, stack.flatten(0, 1), True, is_kept or not transposed, n)
+            kept = squares(domain, stack.flatten(0, 1), is_kept or transposed, is_kept or not transposed, n)
             if is_kept:
                 first.stacked = kept
         numbers, scales = (kept.rows, kept.inverse) if transposed else (kept.columns, kept.inverse_of_columns)

@@ -60,7 +60,8 @@ def _has_kernel(dy: torch.Tensor, x: torch.Tensor, main_grads: Sequence[torch.Te
 
 def _words(domain: OverlapDomain, addresses: tuple[int, ...]) -> torch.Tensor:
     """int64: two counters, which are zero before and after the kernel, and the addresses. Those of main_grad are the same in each
-    call: they are copied once. Without addresses the counters are new, as calls in other streams may be under way."""
+    call: they are copied once, and calls that add to one main_grad follow each other. Without addresses the counters are new, as
+    calls in other streams may be under way."""
     if not addresses:
         return torch.zeros(_COUNTERS, dtype=torch.int64, device=domain.device)
     known = domain.main_grad_addresses.get(addresses)

@@ -67,7 +67,7 @@ def open_rows(domain: OverlapDomain, tag: Tag, dtype: torch.dtype, features: int
 
 
 def placed_rows(call: Call, rows: int) -> Message:
-    """All rows of a slot of two bytes an element, and their numbers, where kernels have stored them."""
+    """All rows of a slot, and their numbers, where kernels have stored them."""
     memory = call.gathered
     numbers = memory.view(-1)[rows * memory.shape[1] :].view(torch.float32)
     return memory[:rows], numbers[:rows]

@@ -26,21 +26,28 @@ def domain(group: dist.ProcessGroup, device: torch.device, provider: str, wait_s
 
 
 def matrix(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """x [M, K] of several magnitudes, with zeros, and an infinity and a NaN where a block has others."""
+    """x [M, K] of several magnitudes, with rows, columns and a square of zeros, and an infinity and a NaN among numbers."""
     generator = torch.Generator().manual_seed(m + k)
     x = torch.randn(m, k, generator=generator) * 2.0 ** torch.randint(-6, 7, (m, 1), generator=generator)
     x[:: m // 3 + 1] = 0
+    x[:, 5] = 0
+    x[128:256, 128:256] = 0
     x[m // 2, k // 2], x[-1, 3] = torch.inf, torch.nan
     return x.to(dtype)
 
 
 def check_same(found: Any, expected: Any) -> None:
-    """Tensors, tuples of them, or None."""
+    """Tensors, to the bit where they are numbers, tuples of them, or None."""
     if isinstance(found, tuple):
         for one, other in zip(found, expected, strict=True):
             check_same(one, other)
-    elif found is not None:
-        torch.testing.assert_close(found.float().cpu(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    elif found is None:
+        assert expected is None
+    else:
+        found, nan = found.cpu(), expected.float().isnan()
+        assert found.dtype == expected.dtype and torch.equal(found.float().isnan(), nan)
+        bits, right = (x.contiguous().view(torch.uint8).view(*x.shape, -1) for x in (found, expected))
+        assert torch.equal(bits[~nan], right[~nan])
 
 
 @pytest.mark.parametrize("written", WRITTEN)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
+from unittest import mock
 
 from packaging.version import Version
 
@@ -20,7 +21,7 @@ WORDS = (
 # of the kernels between received rows and attention, and of those that make fp8
 NUMBERS = ("amax", "inverse", "largest", "row_scales", "column_scales", "scales", "cos", "sin", "sums")
 OTHERS = {f"{name}_ptr": "*fp32" for name in NUMBERS}
-OTHERS |= {"by_rows_ptr": "*fp8e4nv", "by_columns_ptr": "*fp8e4nv", "rows_ptr": "*i64", "eps": "fp32"}
+OTHERS |= {"rows_ptr": "*i64", "eps": "fp32"}
 
 
 def leave_the_interpreter() -> None:
@@ -162,8 +163,9 @@ def _descriptor(*block: int, dtype: str = "bf16") -> str:
 
 
 def compiled_portable(
-    module_name: str, kernel_name: str, capability: int = 90, bias: bool = False, data: str = "*bf16", **constants: Any
-) -> str:
+    module_name: str, kernel_name: str, capability: int = 90, bias: bool = False, data: str = "*bf16",
+    rounded_to: str = "*fp8e4nv", **constants: Any,
+) -> str:  # fmt: skip
     """PTX of a plain Triton kernel for `data`. capability: of the GPU, 80 for an A100. constants: constexprs; num_warps, 4
     without it; and divisible: the names of arguments that are multiples of 16."""
     import triton
@@ -181,15 +183,34 @@ def compiled_portable(
         pointers["bias_ptr"] = "*bf16"
         constants |= {} if bias else {"bias_ptr": None}
     types = pointers | {"limit": "i64", "tag": "i64"} | OTHERS | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("by_rows_ptr", "by_columns_ptr"), rounded_to)
     values = {(names.index(name),): value for name, value in constants.items()}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
 
 
+def compiled_conversion(kernel_name: str, planted: bool = False, **how: Any) -> str:
+    """compiled_portable() of a kernel that makes fp8. planted: rows and columns have one scale."""
+    import triton
+
+    from overlap_train.kernels import quantize
+
+    @triton.jit
+    def together(scale):  # type: ignore[no-untyped-def]
+        return scale
+
+    kernel = getattr(quantize, kernel_name)
+    kernel.hash = None  # of its source and of what it calls, under which Triton's cache has it
+    with mock.patch.object(quantize, "apart", together if planted else quantize.apart):
+        ptx = compiled_portable("quantize", kernel_name, **how)
+    kernel.hash = None
+    return ptx
+
+
 def may_spill() -> int:
     """Bytes a thread. With Triton 3.8 warps spill what they keep from before they part, and what they need where a wait takes
-    long; no product's loop spills."""
+    long."""
     return 40 if Version(version("triton")) >= Version("3.8") else 0
 
 
@@ -202,7 +223,7 @@ class Resources(NamedTuple):
 
 
 def resources(ptx: str) -> Resources:
-    """Those of a kernel."""
+    """What the assembler needs for a kernel."""
     import subprocess
     import tempfile
 
