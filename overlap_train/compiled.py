@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch._library.effects import EffectType
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.node import has_side_effect
@@ -58,13 +59,15 @@ def traced(
     group: dist.ProcessGroup, config: OverlapConfig | None, name: str, on_plan: OnPlan | None,
 ) -> torch.Tensor:  # fmt: skip
     """The call of an operator, as Dynamo traces it: a node of the graph. The graph breaks where a node could not do what eager
-    mode does: callbacks, tensors that are not plain, autocast, delayed weight gradients, and what is refused."""
+    mode does: callbacks, tensors that are not plain, autocast, delayed weight gradients, and what is refused, as inside of
+    torch.func's transforms and of forward-mode differentiation."""
     plain = type(x) in PLAIN and type(w) in PLAIN and type(bias) in PLAIN_OR_NONE
     known = isinstance(group, dist.ProcessGroup) and (config is None or type(config) is OverlapConfig)
     error = _OPERATORS[operator.__name__][0].error
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if (
-        not (plain and known and on_plan is None) or torch._C._is_any_autocast_enabled() or _returns_dw(w, config) is None
-        or error(x, w, bias, group.size(), name) is not None
+        not (plain and known and on_plan is None) or torch._C._is_any_autocast_enabled() or transformed
+        or _returns_dw(w, config) is None or error(x, w, bias, group.size(), name) is not None
     ):  # fmt: skip
         return eagerly(operator, x, w, bias, group=group, config=config, name=name, on_plan=on_plan)
     wanted = [torch.is_grad_enabled() and each is not None and each.requires_grad for each in (x, w, bias)]

@@ -24,6 +24,7 @@ from overlap_train.group.registry import made_domain
 from overlap_train.group.signals import poll
 from overlap_train.integrations.megatron.packed import Documents
 from overlap_train.integrations.megatron.ulysses_linears import Exchange, Heads
+from overlap_train.ops.collective import all_gather_single
 from overlap_train.ranks.peers import warn_after
 from overlap_train.warn import warn_user
 
@@ -37,7 +38,7 @@ def gathered(x: torch.Tensor, dim: int, exchange: Exchange, timeout_s: float) ->
     whole = torch.empty(exchange.ranks * len(sent), *sent.shape[1:], dtype=sent.dtype, device=sent.device)
     assert exchange.group is not None
     if sent.is_cuda and torch.cuda.is_current_stream_capturing():
-        dist.all_gather_into_tensor(whole, sent, group=exchange.group)
+        all_gather_single(whole, sent, group=exchange.group)
     else:
         _gather_in_time(whole, sent, exchange.group, timeout_s)
     return whole.index_select(0, exchange.places).view(part.dtype).movedim(0, dim)
@@ -48,7 +49,7 @@ def _gather_in_time(whole: torch.Tensor, sent: torch.Tensor, group: dist.Process
     each new length, for a mask in each micro-batch that brings one."""
     if sent.is_cuda:
         torch.cuda.current_stream().synchronize()  # what comes before is not this wait's
-    work = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
+    work = all_gather_single(whole, sent, group=group, async_op=True)
     rank, ranks = dist.get_rank(), ", ".join(map(str, dist.get_process_group_ranks(group)))
     parts = f"for the rotary frequencies or the mask of ranks {ranks} of the job"
     warned, where = list[bool](), f"Ulysses attention: rank {rank}"

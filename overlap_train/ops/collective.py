@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 
+# torch 2.14 has other names, and warns in each call by the older ones.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 # NCCL on a stream of its own costs 10 microseconds of host time for the events, as long as it takes for 4 MB.
 _SHORTEST_ASYNC = 8 << 20
 
@@ -21,7 +25,7 @@ def should_run_async(whole: torch.Tensor) -> bool:
 def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
     """own [M/W, K] of every rank -> whole [M, K], complete after `wait` of what is returned, if that is something.
 
-    As dist.all_gather_into_tensor, which checks in Python what engines know: 2.3 microseconds.
+    As all_gather_single, which checks in Python what engines know: 2.3 microseconds.
     """
     if whole.itemsize == 1:  # backends know no fp8
         whole, own = whole.view(torch.uint8), own.view(torch.uint8)

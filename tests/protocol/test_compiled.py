@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from overlap_train import (
@@ -221,8 +222,17 @@ def _broken_graphs(backend: str, operator: Function) -> None:
     assert len(plans) == 2
     with pytest.raises(ValueError, match="they must be equal"):
         torch.compile(_called(operator, _config()), backend=backend)(x, _leaf(6, 9))
+    compiled = torch.compile(_called(operator, _config()), backend=backend)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="autocast"):
-        torch.compile(_called(operator, _config()), backend=backend)(x, w)
+        compiled(x, w)
+    for transformed in (
+        torch.compile(torch.func.vmap(_called(operator, _config()), (0, None)), backend=backend),
+        torch.func.vmap(compiled, (0, None)),
+    ):
+        with pytest.raises(ValueError, match=r"torch\.func"):
+            transformed(torch.ones(2, 4, 8), w)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        compiled(forward_ad.make_dual(x, torch.ones_like(x)), w)
 
 
 CHECKS = (

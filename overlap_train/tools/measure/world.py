@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from overlap_train.ops.collective import all_gather_single, reduce_scatter_single
+
 Result = TypeVar("Result")
 START = "torchrun --standalone --nproc-per-node 4 -m overlap_train"
 
@@ -73,13 +75,13 @@ class World:
         """[M/W, C] of every rank -> [M, C], in `whole` where it is given."""
         whole = shard.new_empty(shard.shape[0] * self.size, shard.shape[1]) if whole is None else whole
         shards = [x.view(torch.uint8) if x.itemsize == 1 else x for x in (whole, shard)]  # backends know no fp8
-        dist.all_gather_into_tensor(*shards, group=self.group)
+        all_gather_single(*shards, group=self.group)
         return whole
 
     def scatter(self, partial: torch.Tensor) -> torch.Tensor:
         """[M, C] -> the rows [M/W, C] of this rank of the sum over ranks."""
         y = partial.new_empty(partial.shape[0] // self.size, partial.shape[1])
-        dist.reduce_scatter_tensor(y, partial, group=self.group)
+        reduce_scatter_single(y, partial, group=self.group)
         return y
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
