@@ -64,9 +64,9 @@ def traced(
     plain = type(x) in PLAIN and type(w) in PLAIN and type(bias) in PLAIN_OR_NONE
     known = isinstance(group, dist.ProcessGroup) and (config is None or type(config) is OverlapConfig)
     error = _OPERATORS[operator.__name__][0].error
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     if (
-        not (plain and known and on_plan is None) or torch._C._is_any_autocast_enabled() or transformed
+        not (plain and known and on_plan is None) or torch._C._is_any_autocast_enabled()
+        or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         or _returns_dw(w, config) is None or error(x, w, bias, group.size(), name) is not None
     ):  # fmt: skip
         return eagerly(operator, x, w, bias, group=group, config=config, name=name, on_plan=on_plan)
