@@ -179,7 +179,7 @@ def pack_rows_kernel(
 
 @triton.jit(do_not_specialize=["m"])
 def unpack_rows_kernel(by_rows_ptr, scales_ptr, x_ptr, m, k, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """What packed rows stand for: x [M, K], in bf16 exactly, but beyond its range, since scales are powers of two."""
+    """What packed rows stand for: x [M, K]. In bf16 exactly, since scales are powers of two, except beyond its range."""
     pieces = k // BLOCK
     for tile in range(tl.program_id(0), tl.cdiv(m, ROWS) * pieces, tl.num_programs(0)):
         row = tile // pieces * ROWS + tl.arange(0, ROWS).to(tl.int64)

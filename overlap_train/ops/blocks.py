@@ -104,7 +104,7 @@ def packed_rows(domain: OverlapDomain, x: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked_rows(domain: OverlapDomain, packed: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor:
-    """What packed rows, bytes [M, *], stand for: [M, K], exactly in bf16, since scales are powers of two, but beyond its
+    """What packed rows, bytes [M, *], stand for: [M, K], exactly in bf16, since scales are powers of two, except beyond its
     range."""
     packed = packed.view(FORWARD)
     if not domain.on_gpu:

@@ -119,7 +119,7 @@ class GroupedProduct:
 class BlockProduct:
     """The same in fp8, with a scale for each block (blocks.py): rows, packed, with e4m3 numbers of the weights. What is made of
     the weights is kept where `first` has an attribute `stacked`. The library multiplies what these numbers stand for: in bf16
-    exactly that, but beyond its range."""
+    exactly that, except beyond its range."""
 
     transposed, is_reversed = True, False  # kernels get both operands along the contraction
 
