@@ -103,6 +103,14 @@ def scale_of_block(amax, MOST: tl.constexpr):
 
 
 @triton.jit
+def start_of(tile_m, tile_k, BLOCK: tl.constexpr):
+    """(first row, first column, rows [BLOCK, 1] and columns [1, BLOCK] from there on) of a square: what is added for each element
+    is in 32 bits, for matrices with less than 2^24 rows and columns."""
+    first_m, first_k = (tile_m * BLOCK).to(tl.int64), (tile_k * BLOCK).to(tl.int64)
+    return first_m, first_k, tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
 def quantize_pieces_kernel(
     x_ptr, by_rows_ptr, row_scales_ptr, by_columns_ptr, column_scales_ptr, m, k, stride, MOST: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -115,29 +123,34 @@ def quantize_pieces_kernel(
     """
     pieces = k // BLOCK
     tile_m, tile_k = tl.program_id(0) // pieces, tl.program_id(0) % pieces
-    row = tile_m * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    col = tile_k * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    x = tl.load(x_ptr + row[:, None] * k + col[None, :]).to(tl.float32)
-    size = magnitude(x)
+    first_m, first_k, row, col = start_of(tile_m, tile_k, BLOCK)
+    start, inside = first_m * k + first_k, row * k + col
+    size = magnitude(tl.load(x_ptr + start + inside).to(tl.float32))
     if ROWS:
-        scale = scale_of_block(tl.max(size, axis=1), MOST)
-        if PACKED:
-            tl.store(by_rows_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[:, None], MOST))
-            place = row * (stride // 4) + tile_k
-        else:
-            tl.store(by_rows_ptr + row[:, None] * k + col[None, :], scaled(x, scale[:, None], MOST))
-            part = tile_m * BLOCK // stride
-            place = (part * (pieces - 1) + tile_k).to(tl.int64) * stride + row
-        tl.store(row_scales_ptr + place, tl.div_rn(1.0 + 0.0 * scale, scale))
+        row_scale = scale_of_block(tl.max(size, axis=1), MOST)
     if COLUMNS:
-        scale = scale_of_block(tl.max(size, axis=0), MOST)
+        column_scale = scale_of_block(tl.max(size, axis=0), MOST)
+    # Out of L1, not kept from above: half as many registers, and columns of 8192 x 7168 take 65 us instead of 88 (H200).
+    x = tl.load(x_ptr + start + inside, cache_modifier=".ca").to(tl.float32)
+    packed = first_m * stride + first_k + (row * stride + col)
+    each = tl.arange(0, BLOCK)
+    if ROWS:
+        tl.store(by_rows_ptr + (packed if PACKED else start + inside), scaled(x, row_scale[:, None], MOST))
         if PACKED:
-            tl.store(by_columns_ptr + row[:, None] * stride + col[None, :], scaled(x, scale[None, :], MOST))
-            place = (tile_m * BLOCK + col // pieces) * (stride // 4) + col % pieces
+            place = (first_m + each) * (stride // 4) + tile_k
         else:
-            tl.store(by_columns_ptr + col[None, :] * m + row[:, None], scaled(x, scale[None, :], MOST))
-            place = tile_m.to(tl.int64) * k + col
-        tl.store(column_scales_ptr + place, tl.div_rn(1.0 + 0.0 * scale, scale))
+            part = tile_m * BLOCK // stride
+            place = (part * (pieces - 1) + tile_k).to(tl.int64) * stride + first_m + each
+        tl.store(row_scales_ptr + place, tl.div_rn(1.0 + 0.0 * row_scale, row_scale))
+    if COLUMNS:
+        turned = first_k * m + first_m + (col * m + row)
+        tl.store(by_columns_ptr + (packed if PACKED else turned), scaled(x, column_scale[None, :], MOST))
+        if PACKED:
+            column = first_k + each
+            place = (first_m + column // pieces) * (stride // 4) + column % pieces
+        else:
+            place = tile_m.to(tl.int64) * k + first_k + each
+        tl.store(column_scales_ptr + place, tl.div_rn(1.0 + 0.0 * column_scale, column_scale))
 
 
 @triton.jit
@@ -148,15 +161,18 @@ def quantize_squares_kernel(
     """x [M, K], matrices of `height` rows one below the other -> rows [M, K], and columns [K, height] of each of them, with a
     scale for each square: inverse scales [M/BLOCK, stride]."""
     tile_m, tile_k = tl.program_id(0) // (k // BLOCK), tl.program_id(0) % (k // BLOCK)
-    row = tile_m * BLOCK + tl.arange(0, BLOCK)[:, None].to(tl.int64)
-    col = tile_k * BLOCK + tl.arange(0, BLOCK)[None, :].to(tl.int64)
-    x = tl.load(x_ptr + row * k + col).to(tl.float32)
+    first_m, first_k, row, col = start_of(tile_m, tile_k, BLOCK)
+    at = first_m * k + first_k + (row * k + col)
+    loaded = tl.load(x_ptr + at)
+    x = loaded.to(tl.float32)
     scale = scale_of_block(tl.max(tl.max(magnitude(x), axis=1), axis=0), MOST)
     if ROWS:
-        tl.store(by_rows_ptr + row * k + col, scaled(x, scale, MOST))
+        tl.store(by_rows_ptr + at, scaled(x, scale, MOST))
     if COLUMNS:
-        x8 = scaled(x, apart(scale) if ROWS else scale, MOST)
-        tl.store(by_columns_ptr + row // height * height * k + col * height + row % height, x8)
+        # Turned before it is rounded: rows and columns of 8192 x 7168 take 73 us instead of 104 (H200).
+        x8 = scaled(tl.trans(loaded).to(tl.float32), apart(scale) if ROWS else scale, MOST)
+        start = (first_m // height * k + first_k) * height + first_m % height
+        tl.store(by_columns_ptr + start + tl.trans(col * height + row), x8)
     tl.store(scales_ptr + tile_m * stride + tile_k, tl.div_rn(1.0 + 0.0 * scale, scale))
 
 

@@ -31,7 +31,7 @@ for product in proj_fprop fc2_fprop; do
 done >"$ring"
 
 moe="--moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss \
-  --moe-aux-loss-coeff 1e-3 --expert-model-parallel-size $RANKS --expert-tensor-parallel-size 1"
+  --moe-aux-loss-coeff 1e-3 --expert-model-parallel-size $RANKS --expert-tensor-parallel-size 1 --use-distributed-optimizer"
 llama="--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
 tp=2 length=8192
 case ${MODEL:=8b} in *-small) length=1024 ;; esac

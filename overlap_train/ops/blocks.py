@@ -30,8 +30,8 @@ _MOST = 448.0
 _ROWS = 32  # that a program packs at once
 _PROGRAMS = 1024  # several for each SM, whatever there is to pack
 # Warps of a kernel whose program has 128 x 128 numbers in registers. Few find largest elements of columns faster: rows and
-# columns of 8192 x 7168 take 104 us by 4, 151 by 8; rows alone 59 and 47 (H200).
-_WARPS_OF_SQUARES, _WARPS_WITH_COLUMNS, _WARPS_OF_ROWS = 16, 4, 8
+# columns of 8192 x 7168 take 105 us by 4, 111 by 8; rows alone 55 and 51 (H200).
+_WARPS_WITH_COLUMNS, _WARPS = 4, 8
 _PIECES = ("x_ptr", "by_rows_ptr", "row_scales_ptr", "by_columns_ptr", "column_scales_ptr")
 _SQUARES = ("x_ptr", "by_rows_ptr", "by_columns_ptr", "scales_ptr")
 
@@ -87,7 +87,7 @@ def write_pieces(
     ]
     tensors = dict(zip(_PIECES, (x, *outputs[0], *outputs[-1]), strict=True))
     is_packed = isinstance(rows, torch.Tensor) or isinstance(columns, torch.Tensor)
-    warps = _WARPS_OF_ROWS if columns is None else _WARPS_WITH_COLUMNS
+    warps = _WARPS if columns is None else _WARPS_WITH_COLUMNS
     told = dict(ROWS=rows is not None, COLUMNS=columns is not None, PACKED=is_packed, num_warps=warps)
     stride = outputs[0][0].stride(0) if is_packed else outputs[0][1].shape[-1]
     _run(domain, "quantize_pieces_kernel", tensors, stride, told)
@@ -125,7 +125,7 @@ def squares(
         by_rows = w.new_empty(n, k, dtype=FORWARD) if rows else inverse
         by_columns = w.new_empty(n * k // height, height, dtype=FORWARD) if columns else inverse
         tensors = dict(zip(_SQUARES, (w.contiguous(), by_rows, by_columns, inverse), strict=True))
-        told = dict(ROWS=rows, COLUMNS=columns, num_warps=_WARPS_OF_SQUARES)
+        told = dict(ROWS=rows, COLUMNS=columns, num_warps=_WARPS)
         _run(domain, "quantize_squares_kernel", tensors, inverse.stride(0), told, dict(height=height))
     else:
         by_rows, of_squares = _by_torch(w, BLOCK)

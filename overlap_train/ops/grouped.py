@@ -82,6 +82,11 @@ class GroupedProduct:
         return len(self._weights) > 1 and self.lying(-1) is not None
 
     @property
+    def lie_together(self) -> bool:
+        """Whether they are one tensor, in either order, without a copy."""
+        return self.is_reversed or self.lying(1) is not None
+
+    @property
     def stack(self) -> torch.Tensor:
         """The weights as one tensor [E/W, N, K], contiguous, the last expert's first if `is_reversed`: a copy for this product,
         where they lie otherwise and none is kept."""

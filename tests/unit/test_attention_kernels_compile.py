@@ -31,7 +31,7 @@ def test_it_compiles_and_no_order_depends_on_timing(
 
 
 TILE = dict(BLOCK_M=128, BLOCK_K=128, num_warps=4, divisible=("m", "k"))
-BLOCKS = dict(MOST=448.0, ROWS=True, COLUMNS=True, BLOCK=128, num_warps=16)
+BLOCKS = dict(MOST=448.0, ROWS=True, COLUMNS=True, BLOCK=128, num_warps=8)
 BLOCKS["divisible"] = (
     "x_ptr", "by_rows_ptr", "by_columns_ptr", "row_scales_ptr", "column_scales_ptr", "m", "k", "stride",
 )  # fmt: skip
