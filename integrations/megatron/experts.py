@@ -166,6 +166,12 @@ def weights_of(experts: Any, part: str) -> list[torch.Tensor]:
     return [linear.weight for linear in linears]
 
 
+def _weight_of(experts: Any, part: str) -> torch.Tensor:
+    """That of the first one: all have one shape and dtype."""
+    first = linears_of(experts, part)[0]
+    return first.weight0 if _is_grouped(experts) else first.weight
+
+
 def _is_grouped(experts: Any) -> bool:
     return isinstance(experts, megatron_experts.TEGroupedMLP)
 
@@ -189,7 +195,7 @@ def why_not_experts(layer: Any) -> str | None:
         return f"experts of the class {type(experts.local_experts[0]).__name__} have no overlapped form"
     if (reason := _linear_reason(experts)) is not None:
         return reason
-    linear, weight = (find(experts, "linear_fc1")[0] for find in (linears_of, weights_of))
+    linear, weight = linears_of(experts, "linear_fc1")[0], _weight_of(experts, "linear_fc1")
     if hasattr(weight, "__fsdp_param__"):
         return "Megatron-FSDP owns the weights' gradients"
     # TransformerEngine marks the weight
@@ -207,7 +213,7 @@ def _broken_rule(config: Any) -> str | None:
 
 def _misfit_in_fp8(experts: Any) -> str | None:
     """Why experts' weights do not go in fp8 with scales of blocks, or None."""
-    for weight in (weights_of(experts, part)[0] for part in _PARTS):
+    for weight in (_weight_of(experts, part) for part in _PARTS):
         if weight.dtype == torch.float16:
             return "float16"
         if any(size % BLOCK for size in weight.shape):
@@ -239,7 +245,7 @@ def _hook_reason(modules: Iterable[Any]) -> str | None:
 
 def _call_reason(layer: Any, x: torch.Tensor) -> str | None:
     """Why a call runs Megatron's exchange, in a layer of which others overlap; None where it does not."""
-    reason = input_reason(layer, x, weights_of(layer.experts, "linear_fc1")[0], layer.ep_group)
+    reason = input_reason(layer, x, _weight_of(layer.experts, "linear_fc1"), layer.ep_group)
     if reason is not None:
         return reason
     misfit = _misfit_in_fp8(layer.experts) if getattr(layer.config, "fp8", None) and tes_fp8_is_on() else None

@@ -77,48 +77,45 @@ class GroupedProduct:
         return torch.nn.functional.grouped_mm(rows, b, offs=places.ends)
 
     @cached_property
-    def is_reversed(self) -> bool:
-        """Whether the weights lie one before the other, as Megatron's distributed optimizer has them."""
-        return len(self._weights) > 1 and self.lying(-1) is not None
+    def order(self) -> int:
+        """1: each weight lies right behind the one before it, as those of one parameter; -1: right before it, as Megatron's
+        distributed optimizer has them; 0: otherwise."""
+        first, last = self._weights[0], self._weights[-1]
+        at, size = [weight.data_ptr() for weight in self._weights], first.nbytes
+        step = 1 if len(at) == 1 or at[1] > at[0] else -1
+        lie_together = at == [*range(at[0], at[0] + step * size * len(at), step * size)]
+        # What lies between two parts of one memory is part of it, too.
+        lie_together = lie_together and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        return step if lie_together and all(weight.is_contiguous() for weight in self._weights) else 0
 
     @property
-    def lie_together(self) -> bool:
-        """Whether they are one tensor, in either order, without a copy."""
-        return self.is_reversed or self.lying(1) is not None
+    def is_reversed(self) -> bool:
+        return self.order == -1
 
     @property
     def stack(self) -> torch.Tensor:
         """The weights as one tensor [E/W, N, K], contiguous, the last expert's first if `is_reversed`: a copy for this product,
         where they lie otherwise and none is kept."""
-        stacked = self.lying(-1) if self.is_reversed else self._stacked
+        stacked = self._memory(self._weights[-1]) if self.is_reversed else self._stacked
         if stacked is None:
             return torch.stack([*self._weights])
         return stacked if stacked.data_ptr() % 16 == 0 else stacked.clone()  # TMA reads what starts on 16 bytes
 
     @cached_property
     def _stacked(self) -> torch.Tensor | None:
-        """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
-        stacked = self.lying(1)
-        if stacked is not None or not hasattr(self._first, "stacked"):
-            return stacked
+        """[E/W, N, K], if there is one. Weights that lie in this order are not copied."""
+        if self.order == 1:
+            return self._memory(self._weights[0])
+        if not hasattr(self._first, "stacked"):
+            return None
         if not isinstance(self._first.stacked, torch.Tensor):  # None, or that of a call in fp8
             self._first.stacked = torch.stack([*self._weights])
         kept: torch.Tensor = self._first.stacked
         return kept
 
-    def lying(self, step: int) -> torch.Tensor | None:
-        """The memory of all weights, if each lies behind the one before, or, step -1, before it."""
-        first, size = self._weights[0], self._weights[0].numel()
-        origin, storage = first.storage_offset(), first.untyped_storage().data_ptr()
-        lie_together = all(
-            weight.is_contiguous() and weight.untyped_storage().data_ptr() == storage
-            and weight.storage_offset() == origin + step * number * size
-            for number, weight in enumerate(self._weights)
-        )  # fmt: skip
-        if not lie_together:
-            return None
-        lowest = min(origin, self._weights[-1].storage_offset())
-        return first.as_strided((len(self._weights), *first.shape), (size, *first.stride()), lowest)
+    def _memory(self, lowest: torch.Tensor) -> torch.Tensor:
+        """The memory of all weights, which begins with that of `lowest`."""
+        return lowest.as_strided((len(self._weights), *lowest.shape), (lowest.numel(), *lowest.stride()))
 
 
 class BlockProduct:
@@ -134,8 +131,8 @@ class BlockProduct:
         self.features, self.depth = (n, k) if transposed else (k, n)
         kept = getattr(first, "stacked", None)
         if not isinstance(kept, Quantized):  # none, or that of a call that is not in fp8
-            is_kept, lying = hasattr(first, "stacked"), GroupedProduct(weights, True).lying(1)
-            stack = torch.stack([*weights]) if lying is None else lying
+            is_kept, product = hasattr(first, "stacked"), GroupedProduct(weights, True)
+            stack = product.stack if product.order == 1 else torch.stack([*weights])
             kept = squares(domain, stack.flatten(0, 1), is_kept or transposed, is_kept or not transposed, n)
             if is_kept:
                 first.stacked = kept

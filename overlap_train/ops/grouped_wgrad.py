@@ -34,9 +34,9 @@ def add_grouped(
     False: the kernel does not serve, and nothing was done."""
     wanted = [gradient for gradient in gradients if gradient is not None]
     main_grads = [gradient.target for gradient in wanted if gradient.target is not None]
-    if len(wanted) < len(gradients) or not _has_kernel(dy, x, main_grads, len(wanted)):
-        return False
     addresses = tuple(main_grad.data_ptr() for main_grad in main_grads)
+    if len(wanted) < len(gradients) or not _has_kernel(dy, x, main_grads, addresses, len(wanted)):
+        return False
     dws = None if main_grads else x.new_empty(len(wanted), dy.shape[1], x.shape[1])
     tensors = (dy, x, dws, _words(domain, addresses), places.ends)
     values = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
@@ -47,15 +47,17 @@ def add_grouped(
     return True
 
 
-def _has_kernel(dy: torch.Tensor, x: torch.Tensor, main_grads: Sequence[torch.Tensor], experts: int) -> bool:
+def _has_kernel(
+    dy: torch.Tensor, x: torch.Tensor, main_grads: Sequence[torch.Tensor], addresses: Sequence[int], experts: int
+) -> bool:
     """Whether the kernel serves: gradients of one kind, matrices that TMA reads, main_grad that no two experts share."""
     if experts < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, dy.shape[1], x.shape[1]):
         return False
-    if len({main_grad.data_ptr() for main_grad in main_grads}) not in (0, experts):
+    if len(set(addresses)) not in (0, experts) or any(at % 16 for at in (*addresses, dy.data_ptr(), x.data_ptr())):
         return False
     if any(main_grad.dtype != torch.float32 for main_grad in main_grads):
         return False
-    return all(matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in (dy, x, *main_grads))
+    return all(matrix.is_contiguous() for matrix in (dy, x, *main_grads))
 
 
 def _words(domain: OverlapDomain, addresses: tuple[int, ...]) -> torch.Tensor:
