@@ -8,11 +8,11 @@
 # by ring exchange), ours (our launcher with --overlap-train), with tensor parallelism over all GPUs; cp_te, cp_ours: context
 # parallelism over all of them by a2a, 32768 tokens, 2 layers; ep_te, ep_ours: te and ours with experts' exchange hidden by a
 # second micro-batch, weight gradients delayed; experts: ours with --overlap-train-experts. MODEL: 8b (Llama-3, 4 layers;
-# default), or with TP 2 and experts over all GPUs mixtral (8x7B, 2 layers), qwen3 (30B-A3B, 4 layers), deepseek (like V3, with 32
-# of its experts, 3 layers); of these mixtral-small, qwen3-small and deepseek-small are cut for two ranks on one GPU, with 1024
-# tokens, for losses and not for times. RANKS: more than there are GPUs share these (shared.sh). ITERS: steps, of which the first
-# four do not count (default 14). LIMIT: seconds of a variant (default 120). TE_ENV: see session.sh. FUSION=on: gradient
-# accumulation fusion on every side, with a stand-in for Apex's kernel; else on none.
+# default), or with TP 2, experts over all GPUs and the distributed optimizer mixtral (8x7B, 2 layers), qwen3 (30B-A3B, 4 layers),
+# deepseek (like V3, with 32 of its experts, 3 layers); of these mixtral-small, qwen3-small and deepseek-small are cut for two
+# ranks on one GPU, with 1024 tokens, for losses and not for times. RANKS: more than there are GPUs share these (shared.sh).
+# ITERS: steps, of which the first four do not count (default 14). LIMIT: seconds of a variant (default 120). TE_ENV: see
+# session.sh. FUSION=on: gradient accumulation fusion on every side, with a stand-in for Apex's kernel; else on none.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 

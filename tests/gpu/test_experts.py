@@ -85,18 +85,6 @@ def test_fused_falls_back_to_chunked_for_other_features(case: Case) -> None:
     assert check_problem(case, Experts(2 * case.world, 2, (9,) * case.world, 72, 64), seed=1) == "chunked"
 
 
-@pytest.mark.parametrize("method", ["auto"])
-def test_auto_is_fused_for_few_experts_whose_weights_lie_together(case: Case) -> None:
-    """Or in fp8, which has copies anyway."""
-    for seed, features, fp8, runs_as in (
-        (1, 64, "off", "fused"),
-        (2, 128, "off", "chunked"),
-        (4, 128, "blockwise", "fused"),
-    ):
-        problem = Experts(2 * case.world, 2, (40,) * case.world, features, features)
-        assert check_problem(replace(case, config=replace(case.config, fp8=fp8)), problem, seed) == runs_as
-
-
 def test_sums_are_in_order_of_expert(case: Case) -> None:
     sum_in_order(case)
 
