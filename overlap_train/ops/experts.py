@@ -201,7 +201,7 @@ def make_expert_plan(
     elif config.method in ("collective", "chunked") or (served and config.method == "fused"):
         method, reason = config.method, "asked for"
     elif served and config.method == "auto" and (served >= LEAST_EXPERTS or config.fp8 != "off"):
-        method = "fused"  # of four in bf16 it is 3 % faster (Mixtral), a step 1 %, and may keep a copy of 1.4 GB of weights a layer
+        method = "fused"  # of four in bf16 a step is 1 % faster (Mixtral), and it may keep a copy of 1.4 GB a layer
     if overflow is not None and method != "collective":
         method, reason = "collective", overflow
     elif config.tune_steps:
