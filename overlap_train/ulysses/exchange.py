@@ -120,7 +120,7 @@ def summed_copies(dy_blocks: torch.Tensor, copies: torch.Tensor, n: int) -> torc
     return total.to(dy_blocks.dtype)
 
 
-class Turn(NamedTuple):
+class LinearTurn(NamedTuple):
     """Whose turn a call is while methods are tried: of which run, for which linear, by which method."""
 
     run: Autotune
@@ -140,7 +140,7 @@ class Linear:
     w: torch.Tensor
     copies: torch.Tensor | None
     batch: int
-    turn: Turn | None = None
+    turn: LinearTurn | None = None
     ctx: Any = None
 
     @property
@@ -273,7 +273,7 @@ class Linear:
         with profiled(part.exchange.tags.ranges.wgrad), part.exchange.domain.span.products_beside(beside):
             dw.add(dy, x)
 
-    def _timed(self, turn: Turn, is_forward: bool) -> AbstractContextManager[None]:
+    def _timed(self, turn: LinearTurn, is_forward: bool) -> AbstractContextManager[None]:
         """Of a forward, or of a backward that gives an input gradient: else its time says nothing."""
         (run, name, method), work = turn, self.rows_of_rank * self.world_size * self.w.numel()  # of all parts
         kind = (run.fprop if is_forward else run.fprop.dgrad).kind
@@ -335,7 +335,7 @@ def rows_linear(
 def _parts(
     spec: OperatorSpec, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup,
     terms: Terms, shards: int, row_bytes: int,
-) -> tuple[tuple[Part, ...], Turn | None]:  # fmt: skip
+) -> tuple[tuple[Part, ...], LinearTurn | None]:  # fmt: skip
     """The parts of x [shards * positions, ..., C] with the plan of each, and whose turn it is. row_bytes: see cut_exchange."""
     config, name = terms.config, terms.name
     settings = config or domain_of(group, None, x.device).config
@@ -356,7 +356,7 @@ def _parts(
         planned = plan(operands[0], config, tries=True)
         run, method = planned.next_run, planned.next_method(name)
         if planned.run is not None and method is not None:
-            turn, config = Turn(planned.run, name, method), settings.by(method)
+            turn, config = LinearTurn(planned.run, name, method), settings.by(method)
     parts = tuple(
         Part(*place, plan(operand, config).linear(name, terms.meaning))
         for place, operand in zip(places, operands, strict=True)

@@ -337,7 +337,7 @@ def test_a_weight_in_fp8_is_kept_until_its_owner_clears_it(operator: str) -> Non
         assert all(right.values()) and len(right) == 13, right
 
 
-def _in_a_trial(rank: int, world: int, folder: str) -> list[bool]:
+def _while_methods_take_turns(rank: int, world: int, folder: str) -> list[bool]:
     """Whether calls find the copies of the one before: the first is the untuned plan's, methods take turns in the next ones."""
     kept = Kept("column", "auto", tune_steps=100, tuning_dir=folder)
     kept.call()
@@ -347,4 +347,4 @@ def _in_a_trial(rank: int, world: int, folder: str) -> list[bool]:
 
 
 def test_methods_that_take_turns_all_quantise(tmp_path: Path) -> None:
-    assert values(run_ranks(2, _in_a_trial, str(tmp_path), limit_s=60)) == [[False] * 3] * 2
+    assert values(run_ranks(2, _while_methods_take_turns, str(tmp_path), limit_s=60)) == [[False] * 3] * 2

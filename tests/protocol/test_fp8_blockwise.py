@@ -192,7 +192,7 @@ def _keeps(rank: int, world: int, operator: str) -> list[bool]:
     return found
 
 
-def _in_a_trial(rank: int, world: int, folder: str) -> list[bool]:
+def _while_methods_take_turns(rank: int, world: int, folder: str) -> list[bool]:
     """Whether what is written into a weight is seen: in the first call, by the untuned plan, and while methods take turns."""
     case, found = _case("auto", torch.float32, tune_steps=100, tuning_dir=folder), []
     w = torch.nn.Parameter(torch.ones(256, 128))
@@ -205,7 +205,7 @@ def _in_a_trial(rank: int, world: int, folder: str) -> list[bool]:
 
 
 def test_methods_that_take_turns_all_quantise(tmp_path: Path) -> None:
-    assert values(run_ranks(2, _in_a_trial, str(tmp_path), limit_s=60)) == [[True] * 4] * 2
+    assert values(run_ranks(2, _while_methods_take_turns, str(tmp_path), limit_s=60)) == [[True] * 4] * 2
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -178,7 +178,7 @@ def _spills_no_more_than_it_may(compiling: ProcessPoolExecutor, ptx: str, shared
 
 
 @pytest.mark.parametrize(("kernel", "switches"), KERNELS + ACROSS_NODES + WITH_BIAS)
-def test_nothing_spills_and_the_stages_fit(
+def test_registers_are_enough_and_the_stages_fit(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, switches: dict[str, bool]
 ) -> None:
     _spills_no_more_than_it_may(compiling, *compiled(kernel, True, **switches))
@@ -218,7 +218,7 @@ def test_products_of_one_byte_operands_keep_their_registers_and_run_on_the_tenso
 # How B lies concerns the warps that load and multiply. Those of a scatter are the same with and without a reduction, so only the
 # one with it, which has more code and registers, is compiled once more.
 @pytest.mark.parametrize(("kernel", "switches"), [case for case in KERNELS if case[1].get("REDUCE", True)] + WITH_BIAS)
-def test_nothing_spills_and_the_stages_fit_where_b_is_transposed(
+def test_registers_are_enough_and_the_stages_fit_where_b_is_transposed(
     compiled: Compile, kernel: str, switches: dict[str, bool]
 ) -> None:
     _keeps_its_registers_and_fits(*compiled(kernel, False, **switches))
@@ -262,7 +262,7 @@ BLOCKS = dict(SCALING=3, BLOCK_K=128, STEP=2048, formats=("fp8e4nv", "fp8e4nv"))
 
 
 @pytest.mark.parametrize(("kernel", "numbers"), EXPERTS)
-def test_kernels_of_experts_send_16_bytes_a_thread_and_do_not_spill(
+def test_kernels_of_experts_send_16_bytes_a_thread_and_their_registers_are_enough(
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, numbers: bool
 ) -> None:
     """Rows that are sent are stored before they are counted, and all of them before the signal."""
