@@ -146,10 +146,12 @@ def _each(w: Weights, name: str) -> Sequence[torch.Tensor]:
     if isinstance(w, torch.Tensor):
         return w.unbind(0) if w.dim() else ()
     weights = [*w] if isinstance(w, Iterable) else [w]
-    if not all(isinstance(weight, torch.Tensor) for weight in weights):
-        raise ValueError(
-            f"{name}: w is a {type(w).__name__}; it must be a tensor [E/W, N, K] or a list of E/W weights [N, K]"
-        )
+    for number, weight in enumerate(weights):
+        if not isinstance(weight, torch.Tensor):
+            what = f"w[{number}]" if isinstance(w, Iterable) else "w"
+            raise ValueError(
+                f"{name}: {what} is a {type(weight).__name__}; w must be a tensor [E/W, N, K] or a list of E/W weights [N, K]"
+            )
     return weights
 
 

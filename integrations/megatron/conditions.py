@@ -96,6 +96,8 @@ def bad_combination(config: TransformerConfig, has_experts: bool = False) -> Pro
     alone = config.tensor_model_parallel_size == 1 and not has_experts
     if alone and not has_ulysses(config):
         wanted = "2 or more, or use Ulysses (context_parallel_size=2, cp_comm_type='a2a')"
+        if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+            wanted += ", or hide the experts' exchange (experts=True, --overlap-train-experts)"
         return _setting(config, "tensor_model_parallel_size", "with one rank there is nothing to overlap", wanted)
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         return _setting(config, "transformer_impl", "overlap is for training", "'local'")
@@ -242,7 +244,7 @@ def _placement_reason(linear: ParallelLinear) -> str | None:
     # TransformerEngine's linears lack the first two; those of experts have no parallel mode.
     is_expert = attribute(linear, "is_expert", False) or attribute(linear, "explicit_expert_comm", False)
     if is_expert or attribute(linear, "parallel_mode", "column") is None:
-        return "expert: the token dispatcher communicates, not the linear"
+        return "expert: the token dispatcher communicates (see --overlap-train-experts)"
     if linear.tp_group.size() == 1:
         return "tensor-parallel size 1: nothing to communicate"
     if not linear.sequence_parallel and not attribute(linear, "allreduce_dgrad", True):

@@ -160,8 +160,7 @@ def find_experts(
     what = next(filter(None, reasons), None)
     if not layers and not _is_stage(chunks) and not overlapped_expert_layers(chunks):
         what = "the model has no MoELayer of Megatron-Core"
-    leave_out = "or leave out --overlap-train-experts" if layers else "leave out --overlap-train-experts"
-    return pending, None if what is None else Problem(f"experts=True: {what}", leave_out)
+    return pending, None if what is None else Problem(f"experts=True: {what}", "leave out --overlap-train-experts")
 
 
 def find_attentions(chunks: Sequence[torch.nn.Module], config: OverlapConfig) -> Attentions:

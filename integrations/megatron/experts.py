@@ -19,6 +19,7 @@ import torch
 from megatron.core.distributed import distributed_data_parallel
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import experts as megatron_experts
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from overlap_train import OverlapConfig, Routing, dispatch_linear, expert_routing, linear_combine
@@ -30,6 +31,9 @@ from overlap_train.ops.blocks import BLOCK
 from overlap_train.ops.experts import OVERFLOWS
 from overlap_train.ops.plan import Plan
 from overlap_train.select.autotune import Autotune
+
+# Megatron-Core 0.16 looks for it in each call of a router, and has it only beside TransformerEngine.
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 # Of Megatron itself and of TransformerEngine as it wraps them: what stands in their place, as an adapter, is not called by ours.
 _LINEARS = re.compile("(TE)?(Column|Row)Parallel(Grouped)?Linear")

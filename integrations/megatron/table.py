@@ -89,7 +89,7 @@ class LinearReport:
         """How often each path has run, for example "overlapped 8, activations are offloaded to the CPU 2"; of collective "not
         overlapped 8"; of what has only run Megatron's own code, for the reason beside it, "fallback 8"."""
         if not self.overlapped_calls and [reason for reason, _ in self.fallback_calls] == [self.reason]:
-            return f"fallback {self.fallback_calls[0][1]}"
+            return f"{'not overlapped' if self.is_collective else 'fallback'} {self.fallback_calls[0][1]}"
         ours = "not overlapped" if self.is_collective else "overlapped"
         counts = [(ours, self.overlapped_calls)] if self.overlapped_calls else []
         return ", ".join(f"{what} {count}" for what, count in (*counts, *self.fallback_calls))
@@ -120,7 +120,8 @@ class Report:
         """A line that says at once, among the thousands that Megatron prints, whether overlap acts, and why not all of it."""
         where = f"{stage()}, layers counted within it: " if stage() else ""
         others, total = self._others, len(self.linears)
-        line = f"overlap_train: {where}{total - others.total()} of {total} linears run our operators"
+        what = "linears and layers of experts" if any(x.slot == "experts" for x in self.linears) else "linears"
+        line = f"overlap_train: {where}{total - others.total()} of {total} {what} run our operators"
         if not others:
             return line
         mostly = ", mostly" if len(others) > 1 else ""

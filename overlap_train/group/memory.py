@@ -152,7 +152,8 @@ def _agree(agreement: Agreement, mine: FirstCall) -> None:
         OverlapTimeoutError, OverlapMismatchError: a rank did not come. Where this rank has a problem, it is a ValueError.
     """
     try:
-        what = f"{mine.name}: agree on its first call with {mine.request.what}"
+        wrong = "" if mine.problem is None else f", whose arguments are wrong: {mine.problem}"
+        what = f"{mine.name}: agree on its first call with {mine.request.what}{wrong}"
         all_ranks: list[FirstCall] = agreement.exchange(mine, what, kind="first call")
     except (OverlapTimeoutError, OverlapMismatchError) as unheard:
         if mine.problem is None:
@@ -181,7 +182,7 @@ def _difference(mine: FirstCall, theirs: FirstCall, whose: str) -> str | None:
         return (
             f"this rank has {mine.request.operator} of {words[0]}, {whose} has {theirs.name}: "
             f"{theirs.request.operator} of {words[1]}; all ranks of a group must call the same operator with the same "
-            f"shapes, dtype and bias; where they have different numbers of rows, pad them to the largest"
+            f"shapes, dtype, bias and settings; where numbers of rows differ, which only experts take, pad them to the largest"
         )
     if theirs.terms != mine.terms:
         names = [name for name in mine.terms | theirs.terms if mine.terms.get(name) != theirs.terms.get(name)]

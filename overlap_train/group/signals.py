@@ -236,7 +236,7 @@ class FaultRecord:
             return OverlapMismatchError(
                 f"{op}: rank {self._rank} is in {mine}, but rank {peer} is in {theirs or 'a call that this rank has not made'} "
                 f"here; all ranks of a group must make the same calls, with the same shapes, in the same order; where "
-                f"they have different numbers of rows, pad them to the largest"
+                f"numbers of rows differ, which only experts take, pad them to the largest"
             )
         return OverlapTimeoutError(
             f"{op}: rank {self._rank} waited {self._timeout_s:g} s for chunk {chunk} of rank {peer}{self.link_of(peer)}: "

@@ -91,7 +91,7 @@ class ExpertCall:
         self._trains_w = trained["w"]
         self._trains = in_words(trained)
         probs_train = probs is not None and torch.is_grad_enabled() and probs.requires_grad
-        self._with_probs = "" if probs is None else ", probs trained" if probs_train else ", probs"
+        self._with_probs = "" if probs is None else ", probs that require grad" if probs_train else ", probs"
         # All that is checked once: of known calls only the number of rows may be wrong. The first part ranks have in common.
         shapes = frozenset((each.shape, each.dtype) for each in weights)
         self._common = (
@@ -136,7 +136,8 @@ class ExpertCall:
         """The plans of such calls, by what does not fit, once ranks agree on one; else it raises."""
         spec, weights, routing, config, dtype = self._spec, self._weights, self._routing, self._config, self._x.dtype
         domain = routing.domain
-        what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, {dtype_name(dtype)}"
+        of_x = f" of {self._x.shape[1]} features" if self._x.dim() == 2 else ""
+        what = f"{routing.experts} experts {[*weights[0].shape] if weights else []}, rows{of_x}, {dtype_name(dtype)}"
         what += self._with_probs + ("" if config.fp8 == "off" else f", fp8 {config.fp8}")
         request = Request(spec.name, what, asked, how=f"method {config.method}, experts_room={config.experts_room:g}")
         is_known = is_known or bool(self._cache.agreed.get(self._common))
@@ -195,13 +196,7 @@ def make_expert_plan(
 ) -> Plan:  # fmt: skip
     """The plan of `spec` for rows of a dtype. overflow: why slots are too small for a call, or None. served: experts of a rank
     whose weights the kernels for Hopper serve; None: they do not."""
-    method, reason = "chunked", "what experts overlap by"
-    if topology.nodes > 1:
-        method, reason = "collective", f"the group spans {topology.nodes} nodes"
-    elif config.method in ("collective", "chunked") or (served and config.method == "fused"):
-        method, reason = config.method, "asked for"
-    elif served and config.method == "auto" and (served >= LEAST_EXPERTS or config.fp8 != "off"):
-        method = "fused"  # of four in bf16 a step is 1 % faster (Mixtral), and it may keep a copy of 1.4 GB a layer
+    method, reason = _choice(config, topology.nodes, served)
     if overflow is not None and method != "collective":
         method, reason = "collective", overflow
     elif config.tune_steps:
@@ -214,6 +209,23 @@ def make_expert_plan(
 
     fprop, dgrad = engine(spec.fprop), engine(spec.fprop.dgrad)
     return Plan(spec, config, fprop, dgrad, dgrad, None, request, dtype, rows=0)
+
+
+def _choice(config: OverlapConfig, nodes: int, served: int | None) -> tuple[str, str]:
+    """(method, why)."""
+    asked = config.method
+    if nodes > 1:
+        return "collective", f"the group spans {nodes} nodes"
+    if asked in ("collective", "chunked") or (served and asked == "fused"):
+        return asked, "asked for"
+    if asked not in ("auto", "fused"):
+        return "chunked", f"{asked}: experts run so"
+    if not served:
+        return "chunked", f"{asked}: no Hopper kernel for this GPU, dtype or shape"
+    if config.fp8 != "off":
+        return "fused", "auto: experts in fp8"
+    # Of four a step is 1 % faster (Mixtral), and it may keep a copy of 1.4 GB of weights a layer.
+    return ("chunked", "auto: few experts") if served < LEAST_EXPERTS else ("fused", "auto: many experts")
 
 
 def _kernels_serve(w: torch.Tensor, world: int) -> bool:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.moe import moe_utils
 
 from overlap_train import OverlapConfig, shutdown
 from overlap_train.integrations.megatron import gpt_block_spec, provide_accumulation_fusion, report
@@ -52,7 +51,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def mixtral(overlap: OverlapConfig | None, **changes: Any) -> GPTModel:
     """The same weights at every call."""
     provide_accumulation_fusion()
-    vars(moe_utils).setdefault("te_general_gemm", None)  # which 0.16 looks for, also without TransformerEngine
     settings = {**MIXTRAL, **changes}
     layout.use(settings.get("tensor_model_parallel_size", 2), expert_parallel=settings["expert_model_parallel_size"])
     config = model_config(**settings)
@@ -158,6 +156,12 @@ def test_experts_whose_weights_are_sharded_again_stay_megatrons(of_weight: bool)
         (linear.weight if of_weight else linear).gtp_remat_size = 2
     with pytest.raises(ValueError, match="experts=True: generalized tensor parallelism shards the weights again"):
         quietly_enable(model, OURS)
+
+
+@on_ranks
+def test_who_forgets_to_ask_for_experts_hears_of_them() -> None:
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=1 .*experts=True, --overlap-train-experts"):
+        mixtral(OverlapConfig(), tensor_model_parallel_size=1, sequence_parallel=False)
 
 
 @on_ranks

@@ -113,7 +113,7 @@ def test_gathering_the_output_stays_megatrons(at_run_time: bool) -> None:
     assert run(pair.overlapped, column_input(), runtime_gather_output=True)["y"].shape[-1] == FEATURES_OUT
 
 
-EXPERT = "expert: the token dispatcher communicates, not the linear"
+EXPERT = "expert: the token dispatcher communicates (see --overlap-train-experts)"
 WHOLE = (SEQUENCE, BATCH, FEATURES_IN)
 BUILT = {  # reason -> how both linears are built, and what they get
     "tensor-parallel size 1: nothing to communicate": ({"tensor_parallel": 1}, lambda: (integers(*WHOLE), integers(*WHOLE))),

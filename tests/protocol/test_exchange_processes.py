@@ -114,7 +114,7 @@ def _other_lengths(rank: int, world: int, in_parts: bool) -> list[str]:
 def test_ranks_with_other_numbers_of_rows_are_named(in_parts: bool) -> None:
     for rank, said in enumerate(values(run_ranks(2, _other_lengths, in_parts))):
         for text in said:
-            assert text.endswith("where they have different numbers of rows, pad them to the largest")
+            assert text.endswith("where numbers of rows differ, which only experts take, pad them to the largest")
             mine, theirs = (4, 6) if rank == 0 else (6, 4)
             if in_parts:
                 assert f"a part of {mine} positions" in text and "a call that this rank has not made" in text
