@@ -120,8 +120,8 @@ class Report:
         """A line that says at once, among the thousands that Megatron prints, whether overlap acts, and why not all of it."""
         where = f"{stage()}, layers counted within it: " if stage() else ""
         others, total = self._others, len(self.linears)
-        what = "linears and layers of experts" if any(x.slot == "experts" for x in self.linears) else "linears"
-        line = f"overlap_train: {where}{total - others.total()} of {total} {what} run our operators"
+        counted = ", a layer of experts as one of them" * any(x.slot == "experts" for x in self.linears)
+        line = f"overlap_train: {where}{total - others.total()} of {total} linears run our operators{counted}"
         if not others:
             return line
         mostly = ", mostly" if len(others) > 1 else ""
