@@ -160,7 +160,7 @@ def test_experts_whose_weights_are_sharded_again_stay_megatrons(of_weight: bool)
 
 @on_ranks
 def test_who_forgets_to_ask_for_experts_hears_of_them() -> None:
-    with pytest.raises(ValueError, match="tensor_model_parallel_size=1 .*experts=True, --overlap-train-experts"):
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=1 .*experts=True, --overlap-train-experts"):
         mixtral(OverlapConfig(), tensor_model_parallel_size=1, sequence_parallel=False)
 
 
