@@ -56,7 +56,8 @@ class LinearReport:
     method: of the last call which the host made (a CUDA graph goes on with what it has captured): "fused", or "fused / chunked"
         where fprop and dgrad differ; "megatron" where all calls have been Megatron's own code; "-" before the first call.
     reasons: why that method: one, or those of fprop and of dgrad.
-    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code, recomputed ones included.
+    overlapped_calls, fallback_calls: forward calls by our operators and by Megatron's own code, recomputed ones included. Of
+        experts the latter have those that were collectives for want of room.
     exchange: of an attention's linear under context parallelism: how ranks get each other's rows, where its product does not.
     parts: over TP and Ulysses: into how many parts the last call was cut, which hide each other's exchanges.
     """

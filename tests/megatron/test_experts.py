@@ -205,6 +205,7 @@ def test_more_rows_than_slots_hold_are_a_collective_and_counted() -> None:
         results.append(train(model))
     assert_alike(results[1], results[0])
     assert {row.fallback_calls for row in rows_of(model)} == {((OVERFLOW, 4),)}
+    assert {(row.method, row.calls) for row in rows_of(model)} == {("collective", "not overlapped 4")}
     assert {row.method for row in rows_of(model)} == {"collective"}
 
 
