@@ -104,8 +104,8 @@ def scale_of_block(amax, MOST: tl.constexpr):
 
 @triton.jit
 def start_of(tile_m, tile_k, BLOCK: tl.constexpr):
-    """(first row, first column, rows [BLOCK, 1] and columns [1, BLOCK] from there on) of a square: what is added for each element
-    is in 32 bits, for matrices with less than 2^24 rows and columns."""
+    """(first row, first column, rows [BLOCK, 1] and columns [1, BLOCK] from there on) of a square. What is added for each element
+    has 32 bits, enough for matrices with less than 2^23 rows and columns, also where packed rows hold two roundings."""
     first_m, first_k = (tile_m * BLOCK).to(tl.int64), (tile_k * BLOCK).to(tl.int64)
     return first_m, first_k, tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
 

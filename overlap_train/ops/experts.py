@@ -212,19 +212,19 @@ def make_expert_plan(
 
 
 def _choice(config: OverlapConfig, nodes: int, served: int | None) -> tuple[str, str]:
-    """(method, why)."""
+    """(method, why), where slots have room."""
     asked = config.method
     if nodes > 1:
         return "collective", f"the group spans {nodes} nodes"
     if asked in ("collective", "chunked") or (served and asked == "fused"):
         return asked, "asked for"
     if asked not in ("auto", "fused"):
-        return "chunked", f"{asked}: experts run so"
+        return "chunked", f"{asked}: experts run chunked"
     if not served:
         return "chunked", f"{asked}: no Hopper kernel for this GPU, dtype or shape"
     if config.fp8 != "off":
         return "fused", "auto: experts in fp8"
-    # Of four a step is 1 % faster (Mixtral), and it may keep a copy of 1.4 GB of weights a layer.
+    # Of four experts (Mixtral) `fused` makes a step 1 % faster, and may keep a copy of 1.4 GB of weights a layer.
     return ("chunked", "auto: few experts") if served < LEAST_EXPERTS else ("fused", "auto: many experts")
 
 
