@@ -100,15 +100,15 @@ def _send(x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_
     do_not_specialize=["tag", "limit"], do_not_specialize_on_alignment=["tokens_ptr", "places_ptr", "numbers_ptr"]
 )
 def hopper_dispatch_gemm_kernel(
-    x_ptr, tokens_ptr, places_ptr, numbers_ptr, rows_desc, b_desc, y_ptr, pairs_ptr, pieces_ptr, peers_ptr, segments_ptr, n, k,
-    pitch, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr, complete_ptr, left_ptr,
-    memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, REVERSED: gl.constexpr,
+    x_ptr, tokens_ptr, places_ptr, numbers_ptr, rows_desc, b_desc, b_at_ptr, y_ptr, pairs_ptr, pieces_ptr, peers_ptr,
+    segments_ptr, n, k, pitch, counter_ptr, signals_ptr, epoch_ptr, abort_ptr, record_ptr, tag, limit, sent_ptr,
+    complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, STEP: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
     num_warps: gl.constexpr, b_half_desc=None, a_scale_ptr=None, b_scale_ptr=None, SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
-    """x [T, pitch], row tokens[i] of it in sent order, its number numbers[places[i]]; rows [*, K] of the slot; b of all experts,
-    [E/W x N, K] or, without B_IS_NK, [E/W x K, N], K a multiple of BLOCK_K then; y [R, N]. numbers: fp32, or None. STEP: elements
-    that a CTA has in flight."""
+    """x [T, pitch], row tokens[i] of it in sent order, its number numbers[places[i]]; rows [*, K] of the slot; each expert's
+    b [N, K] or, without B_IS_NK, [K, N]: b_desc, b_at [E/W] (_anywhere in ops/launch_experts.py); y [R, N]. numbers: fp32, or
+    None. STEP: elements that a CTA has in flight."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(rows_desc, b_desc, STAGES, READERS=PARTS + 1)
     scales = (a_scale_ptr, pitch // 4, b_scale_ptr)
@@ -121,8 +121,8 @@ def hopper_dispatch_gemm_kernel(
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N,
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (load_experts, (panels, tiles, rows_desc, b_desc, pairs_ptr, segments_ptr, counter_ptr, waits, n, k, WORLD, BLOCK_M,
-                        BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, REVERSED, True)),
+        (load_experts, (panels, tiles, rows_desc, b_desc, b_at_ptr, pairs_ptr, segments_ptr, counter_ptr, waits, n, k, WORLD,
+                        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, True)),
         (_store, (tiles, outbox, y_ptr, pairs_ptr, n, BLOCK_M, BLOCK_N, GROUP_M)),
         (_send, (x_ptr, tokens_ptr, places_ptr, numbers_ptr, pieces_ptr, peers_ptr, at_peers, word, pitch, STEP)),
     ], [WARPS, 1, STORERS, SENDERS], registers(SCALING, 3))  # fmt: skip

@@ -44,14 +44,14 @@ def strip_at(first, pairs_ptr, PART: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def load_experts(panels, tiles, desc, b_desc, pairs_ptr, segments_ptr, counter_ptr, waits, n, k, WORLD: gl.constexpr,
+def load_experts(panels, tiles, desc, b_desc, b_at_ptr, pairs_ptr, segments_ptr, counter_ptr, waits, n, k, WORLD: gl.constexpr,
                  BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-                 B_IS_NK: gl.constexpr, REVERSED: gl.constexpr, WAITS: gl.constexpr):  # fmt: skip
+                 B_IS_NK: gl.constexpr, WAITS: gl.constexpr):  # fmt: skip
     """The loading warp: claims tiles, and brings the strips of their pairs, and the panels of their expert's B, through the ring.
-    WAITS: once their rows are here. REVERSED: the last expert's B comes first."""
+    b_at_ptr: where each one's B begins, in steps of b_desc's. WAITS: once their rows are here."""
     ROWS: gl.constexpr = BLOCK_M // PARTS
     bound = gl.load(pairs_ptr) * gl.cdiv(n, BLOCK_N)
-    k_steps, height = gl.cdiv(k, BLOCK_K), n if B_IS_NK else k
+    k_steps = gl.cdiv(k, BLOCK_K)
     here = gl.full([], 0, gl.int64)  # a bit for each signal that has been waited for
     step = 0
     turn = 0
@@ -62,15 +62,8 @@ def load_experts(panels, tiles, desc, b_desc, pairs_ptr, segments_ptr, counter_p
             end = gl.minimum(first + BLOCK_M, end)
             here = _wait_for_rows(here, pairs_ptr, segments_ptr, expert, first, end, chunk, waits, WORLD)
         upper, lower = strip_at(first, pairs_ptr, 0, ROWS), strip_at(first, pairs_ptr, 1, ROWS)
-        col, first_k, place = tile_n * BLOCK_N, 0, expert * height
-        if REVERSED:
-            place = b_desc.shape[0] - height - place
-        if B_IS_NK:
-            col += place
-        else:
-            first_k = place
-        step = load_tile(panels, step, desc, desc, b_desc, upper, lower, col, first_k, k_steps, BLOCK_K, STAGES,
-                         B_IS_NK)  # fmt: skip
+        step = load_tile(panels, step, desc, desc, b_desc, upper, lower, tile_n * BLOCK_N, 0, k_steps, BLOCK_K, STAGES,
+                         B_IS_NK, gl.load(b_at_ptr + expert))  # fmt: skip
         turn += 1
         index = claim_tile(tiles, turn, counter_ptr, bound)
 

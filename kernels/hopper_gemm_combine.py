@@ -94,14 +94,14 @@ def _send(tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_p
 
 @gluon.jit(do_not_specialize=["tag"])
 def hopper_gemm_combine_kernel(
-    a_desc, like_ptr, numbers_ptr, b_desc, pairs_ptr, segments_ptr, peers_ptr, n, k, pitch, abort_ptr, counter_ptr, epoch_ptr,
-    tag, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
+    a_desc, like_ptr, numbers_ptr, b_desc, b_at_ptr, pairs_ptr, segments_ptr, peers_ptr, n, k, pitch, abort_ptr, counter_ptr,
+    epoch_ptr, tag, complete_ptr, left_ptr, memory_at_ptr, outgoing_at_ptr, WORLD: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr,
-    REVERSED: gl.constexpr, num_warps: gl.constexpr, b_half_desc=None, a_scale_ptr=None, b_scale_ptr=None,
+    num_warps: gl.constexpr, b_half_desc=None, a_scale_ptr=None, b_scale_ptr=None,
     SCALING: gl.constexpr = UNSCALED,
 ):  # fmt: skip
-    """a [max(R, BLOCK_M / PARTS), K] and b of all experts, [E/W x N, K] or, without B_IS_NK, [E/W x K, N], K a multiple of
-    BLOCK_K then. numbers: fp32 [R], or None. like_ptr: a slot, for its dtype. In fp8 a is packed rows
+    """a [max(R, BLOCK_M / PARTS), K] and each expert's b [N, K] or, without B_IS_NK, [K, N]: b_desc, b_at [E/W] (_anywhere in
+    ops/launch_experts.py). numbers: fp32 [R], or None. like_ptr: a slot, for its dtype. In fp8 a is packed rows
     (ops/blocks.py), `pitch` bytes each."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
@@ -113,8 +113,8 @@ def hopper_gemm_combine_kernel(
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
         (multiply_experts, (panels, tiles, outbox, b_desc, b_half_desc, scales, pairs_ptr, abort_ptr, n, k, 1, BLOCK_M, BLOCK_N,
                             BLOCK_K, GROUP_M, STAGES, B_IS_NK, SCALING)),
-        (load_experts, (panels, tiles, a_desc, b_desc, pairs_ptr, segments_ptr, counter_ptr, None, n, k, WORLD, BLOCK_M, BLOCK_N,
-                        BLOCK_K, GROUP_M, STAGES, B_IS_NK, REVERSED, False)),
+        (load_experts, (panels, tiles, a_desc, b_desc, b_at_ptr, pairs_ptr, segments_ptr, counter_ptr, None, n, k, WORLD, BLOCK_M,
+                        BLOCK_N, BLOCK_K, GROUP_M, STAGES, B_IS_NK, False)),
         (_send, (tiles, outbox, like_ptr, numbers_ptr, pairs_ptr, segments_ptr, peers_ptr, places, epoch_ptr, tag, n, WORLD,
                  BLOCK_M, BLOCK_N, GROUP_M)),
     ], [WARPS, 1, STORERS], registers(SCALING, 2))  # fmt: skip

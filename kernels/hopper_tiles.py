@@ -101,11 +101,12 @@ def next_tile(tiles, turn, READING_WARPS: gl.constexpr):
 
 @gluon.jit
 def load_tile(panels, step, upper_desc, lower_desc, b_desc, upper_row, lower_row, b_col, b_first_k, k_steps,
-              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr):  # fmt: skip
+              BLOCK_K: gl.constexpr, STAGES: gl.constexpr, B_IS_NK: gl.constexpr, b_at=None):  # fmt: skip
     """Loading warp: bring all panels of one tile through the ring; `step` counts panels since the kernel began.
 
     upper_desc, lower_desc: of A, in strips, and the first row of each. b_desc: its block is a panel of B, or of the half that a
-    half tile needs. b_first_k: the row of B that A's first column meets.
+    half tile needs. b_first_k: the row of B that A's first column meets. b_at: the first coordinate of a descriptor with three,
+    which says where an expert's B begins.
     """
     a_ring, _, panel_full, panel_free = panels
     for k in range(k_steps):
@@ -115,10 +116,15 @@ def load_tile(panels, step, upper_desc, lower_desc, b_desc, upper_row, lower_row
         mbarrier.expect(full, PARTS * upper_desc.block_type.nbytes + b_desc.block_type.nbytes)
         tma_load(upper_desc, [upper_row, k * BLOCK_K], full, a_ring.index(stage * PARTS))
         tma_load(lower_desc, [lower_row, k * BLOCK_K], full, a_ring.index(stage * PARTS + 1))
+        b_row, b_column = b_first_k + k * BLOCK_K, b_col
         if B_IS_NK:
-            tma_load(b_desc, [b_col, b_first_k + k * BLOCK_K], full, b_place(panels, stage, b_desc))
+            b_row, b_column = b_column, b_row
+        panel = b_place(panels, stage, b_desc)
+        if b_at is None:
+            tma_load(b_desc, [b_row, b_column], full, panel)
         else:
-            tma_load(b_desc, [b_first_k + k * BLOCK_K, b_col], full, b_place(panels, stage, b_desc))
+            panel = reinterpret(panel, b_desc.dtype, b_desc.block_type.shape, b_desc.layout)
+            tma_load(b_desc, [b_at, b_row, b_column], full, panel)
         step += 1
     return step
 
@@ -141,8 +147,10 @@ def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc,
 def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
     """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large as one block, or two or four."""
     place = panels[1].index(stage)
-    FIT: gl.constexpr = place.shape[0] * place.shape[1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)
-    return reinterpret(place, desc.dtype, [FIT] + desc.block_type.shape, desc.layout).index(PLACE)
+    FIT: gl.constexpr = place.shape[-2] * place.shape[-1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)
+    shape: gl.constexpr = desc.block_type.shape[-2:]
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, desc.dtype)
+    return reinterpret(place, desc.dtype, [FIT] + shape, layout).index(PLACE)
 
 
 @gluon.jit

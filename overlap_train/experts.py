@@ -95,7 +95,7 @@ def dispatch_linear(
 
     Args:
         routing: of this forward pass, the same in `linear_combine`.
-        config, name, on_plan: see all_gather_linear. Methods are fused (Hopper; 16 bits, N and K multiples of 64, up to 8 ranks),
+        config, name, on_plan: see all_gather_linear. Methods are fused (Hopper; 16 bits, N and K multiples of 8, up to 8 ranks),
             chunked and collective; others, and what fused does not serve, run as chunked. What slots do not hold
             (config.experts_room) runs as collective on all ranks. fp8 is "off" or "blockwise": rows travel in one byte an
             element, weights have multiples of 128 features, x is no float16, and weight gradients are products in its dtype.

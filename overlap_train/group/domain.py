@@ -174,6 +174,11 @@ class OverlapDomain:
         return BoundedCache()
 
     @cached_property
+    def places_of_weights(self) -> BoundedCache[tuple[int, ...], torch.Tensor]:
+        """Where each expert's weight begins, by these numbers; on the device (ops/launch_experts.py)."""
+        return BoundedCache()
+
+    @cached_property
     def nodes(self) -> Nodes:
         """The nodes of the group. Collective where `find_nodes` has not found them yet."""
         return self.find_nodes("overlap_train: find the nodes of the group")

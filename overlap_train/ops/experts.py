@@ -20,8 +20,7 @@ from ..select.method import LOW_LATENCY, Method, dtype_name, flagged_bytes
 from ..select.tiles import HOPPER, HOPPER_TILE, LIBRARY, tma_reads
 from .blocks import BLOCK
 from .expert_tables import expert_chunks
-from .grouped import LEAST_EXPERTS
-from .launch_experts import FEATURES, MOST_RANKS
+from .launch_experts import MOST_RANKS
 from .messages import slot_bytes
 from .plan import EnginePlan, Plan, Planner
 from .plan_cache import OnPlan, cache_of, compiling_ahead, in_words
@@ -222,16 +221,13 @@ def _choice(config: OverlapConfig, nodes: int, served: int | None) -> tuple[str,
         return "chunked", f"{asked}: experts run chunked"
     if not served:
         return "chunked", f"{asked}: no Hopper kernel for this GPU, dtype or shape"
-    if config.fp8 != "off":
-        return "fused", "auto: experts in fp8"
-    # Of four experts (Mixtral) `fused` makes a step 1 % faster, and may keep a copy of 1.4 GB of weights a layer.
-    return ("chunked", "auto: few experts") if served < LEAST_EXPERTS else ("fused", "auto: many experts")
+    return "fused", "auto: experts on Hopper"
 
 
 def _kernels_serve(w: torch.Tensor, world: int) -> bool:
     """Whether the kernels for Hopper serve weights [N, K] like w."""
     n, k = w.shape
-    return tma_reads(w.device, w.dtype, k, n) and not (n % FEATURES or k % FEATURES) and world <= MOST_RANKS
+    return tma_reads(w.device, w.dtype, k, n) and world <= MOST_RANKS
 
 
 def _error(

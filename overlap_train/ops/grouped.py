@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,8 @@ from .blocks import BLOCK, squares, unpacked_rows
 from .quantize import Quantized
 from .routing import Places
 
-LEAST_EXPERTS = 8  # below, a product for each expert is as fast
+_LEAST_EXPERTS = 8  # below, a product for each expert is as fast
+_REACH = 16 << 31  # bytes
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -66,7 +67,7 @@ class GroupedProduct:
                 torch.mm(rows[first : first + count], b_kn, out=out[start : start + count])
 
     def _is_grouped(self, rows: torch.Tensor) -> bool:
-        if len(self._weights) < LEAST_EXPERTS or not _has_kernel(rows.device):
+        if len(self._weights) < _LEAST_EXPERTS or not _has_kernel(rows.device):
             return False
         fits = rows.dtype == torch.bfloat16 and not any(size % 8 for size in self._weights[0].shape)
         return fits and rows.is_contiguous() and self._stacked is not None
@@ -77,35 +78,20 @@ class GroupedProduct:
         return torch.nn.functional.grouped_mm(rows, b, offs=places.ends)
 
     @cached_property
-    def order(self) -> int:
-        """1: each weight lies right behind the one before it, as those of one parameter; -1: right before it, as Megatron's
-        distributed optimizer has them; 0: otherwise."""
-        first, last = self._weights[0], self._weights[-1]
-        at, size = [weight.data_ptr() for weight in self._weights], first.nbytes
-        step = 1 if len(at) == 1 or at[1] > at[0] else -1
-        lie_together = at == [*range(at[0], at[0] + step * size * len(at), step * size)]
-        # What lies between two parts of one memory is part of it, too.
-        lie_together = lie_together and first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-        return step if lie_together and all(weight.is_contiguous() for weight in self._weights) else 0
-
-    @property
-    def is_reversed(self) -> bool:
-        return self.order == -1
-
-    @property
-    def stack(self) -> torch.Tensor:
-        """The weights as one tensor [E/W, N, K], contiguous, the last expert's first if `is_reversed`: a copy for this product,
-        where they lie otherwise and none is kept."""
-        stacked = self._memory(self._weights[-1]) if self.is_reversed else self._stacked
-        if stacked is None:
-            return torch.stack([*self._weights])
-        return stacked if stacked.data_ptr() % 16 == 0 else stacked.clone()  # TMA reads what starts on 16 bytes
+    def matrices(self) -> Matrices:
+        """The weights as a kernel finds them."""
+        return Matrices.of(self._weights)
 
     @cached_property
     def _stacked(self) -> torch.Tensor | None:
-        """[E/W, N, K], if there is one. Weights that lie in this order are not copied."""
-        if self.order == 1:
-            return self._memory(self._weights[0])
+        """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
+        first, last = self._weights[0], self._weights[-1]
+        at, size = [weight.data_ptr() for weight in self._weights], first.nbytes
+        # What lies between two parts of one memory is part of it, too.
+        is_one = first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        is_one = is_one and at == [*range(at[0], at[0] + size * len(at), size)]
+        if is_one and all(weight.is_contiguous() for weight in self._weights):
+            return first.as_strided((len(at), *first.shape), (first.numel(), *first.stride()))
         if not hasattr(self._first, "stacked"):
             return None
         if not isinstance(self._first.stacked, torch.Tensor):  # None, or that of a call in fp8
@@ -113,9 +99,24 @@ class GroupedProduct:
         kept: torch.Tensor = self._first.stacked
         return kept
 
-    def _memory(self, lowest: torch.Tensor) -> torch.Tensor:
-        """The memory of all weights, which begins with that of `lowest`."""
-        return lowest.as_strided((len(self._weights), *lowest.shape), (lowest.numel(), *lowest.stride()))
+
+class Matrices(NamedTuple):
+    """Matrices of one shape, contiguous, wherever they lie in one GPU's memory. lowest: the first of them there. at: how many
+    times 16 bytes each begins behind that."""
+
+    lowest: torch.Tensor
+    at: tuple[int, ...]
+
+    @classmethod
+    def of(cls, matrices: Sequence[torch.Tensor]) -> Matrices:
+        """A copy, side by side, where TMA does not reach them: it wants starts on 16 bytes, and has 31 bits for such steps."""
+        starts = [matrix.data_ptr() for matrix in matrices]
+        are_reached = max(starts) - min(starts) < _REACH and not any(start % 16 for start in starts)
+        if not are_reached or not all(matrix.is_contiguous() for matrix in matrices):
+            matrices = torch.stack([*matrices]).unbind(0)
+            starts = [matrix.data_ptr() for matrix in matrices]
+        lowest = min(starts)
+        return cls(matrices[starts.index(lowest)], tuple((start - lowest) // 16 for start in starts))
 
 
 class BlockProduct:
@@ -123,7 +124,7 @@ class BlockProduct:
     the weights is kept where `first` has an attribute `stacked`. The library multiplies what these numbers stand for: in bf16
     exactly that, except beyond its range."""
 
-    transposed, is_reversed = True, False  # kernels get both operands along the contraction
+    transposed = True  # kernels get both operands along the contraction
 
     def __init__(self, domain: OverlapDomain, weights: Sequence[torch.Tensor], transposed: bool, first: Any) -> None:
         self._domain, self.dtype, self._experts = domain, weights[0].dtype, len(weights)
@@ -131,14 +132,15 @@ class BlockProduct:
         self.features, self.depth = (n, k) if transposed else (k, n)
         kept = getattr(first, "stacked", None)
         if not isinstance(kept, Quantized):  # none, or that of a call that is not in fp8
-            is_kept, product = hasattr(first, "stacked"), GroupedProduct(weights, True)
-            stack = product.stack if product.order == 1 else torch.stack([*weights])
+            is_kept, stack = hasattr(first, "stacked"), GroupedProduct(weights, True)._stacked
+            stack = torch.stack([*weights]) if stack is None else stack
             kept = squares(domain, stack.flatten(0, 1), is_kept or transposed, is_kept or not transposed, n)
             if is_kept:
                 first.stacked = kept
         numbers, scales = (kept.rows, kept.inverse) if transposed else (kept.columns, kept.inverse_of_columns)
         assert numbers is not None and scales is not None, "both are kept"
         self.stack, self.scales = numbers.view(self._experts, self.features, self.depth), scales
+        self.matrices = Matrices.of(self.stack.unbind(0))
 
     @cached_property
     def _of_values(self) -> GroupedProduct:

@@ -1,5 +1,4 @@
-"""Launches of the kernels of experts. Those that multiply are for Hopper alone: 16-bit numbers, features in multiples of
-FEATURES."""
+"""Launches of the kernels of experts. Those that multiply are for Hopper alone: 16-bit numbers in rows of 16 bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from ..group.slots import Call
 from .blocks import tails
 from .expert_tables import LEAST_ROWS
 from .launch import (
-    BLOCK_K,
     BLOCK_M,
     BLOCK_N,
     HALF_N,
@@ -30,6 +28,7 @@ from .launch import (
     grid_size,
     multiprocessors,
     protocol_arguments,
+    shared_layout,
 )
 from .quantize import FORWARD
 
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
     from .plan import EnginePlan
     from .routing import Routing
 
-FEATURES = BLOCK_K  # else the last panel of an expert's transposed weight would have rows of the next one
 _COMBINE = ("counter_ptr", "complete_ptr", "left_ptr", "epoch_ptr", "outgoing_at_ptr", "abort_ptr", "tag")
 _DISPATCH = (*_COMBINE, "signals_ptr", "record_ptr", "limit")  # it also waits
 MOST_RANKS = 8  # a warp notes in 64 bits which of the chunks of all ranks it has waited for
+_MOST_STEPS = (1 << 31) - 1  # of 16 bytes, that a coordinate has
 # Of an operand, as its descriptor says: one launch serves any number. No strip ends beyond the last row.
 _MOST_ROWS = 1 << 24
 
@@ -107,10 +106,11 @@ def _run(
     tensors: dict[str, torch.Tensor], numbers: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """tensors: what the kernel is told that lies elsewhere in the next call. The first one has the rows that are multiplied."""
-    b = product.stack.flatten(0, 1)
+    b, at = product.matrices
+    tensors |= dict(b_at_ptr=_on_device(domain, at))
     tensors |= {} if numbers is None else dict(numbers_ptr=numbers)
     tensors |= {} if product.scales is None else dict(b_scale_ptr=product.scales)
-    key = (describe, plan, product.transposed, product.is_reversed, b.shape, b.dtype, numbers is None)
+    key = (describe, plan, product.transposed, b.shape, b.dtype, numbers is None)
     values = (*(tensor.data_ptr() for tensor in tensors.values()), b.data_ptr(), call.tag.word)
     call.launches.run(key, values, describe, domain, call, plan, product, tensors, b)
 
@@ -147,16 +147,16 @@ def _told(
     of_protocol: tuple[str, ...], domain: OverlapDomain, call: Call, plan: EnginePlan, product: GroupedProduct | BlockProduct,
     tensors: dict[str, torch.Tensor], b: torch.Tensor,
 ) -> tuple[dict[str, Any], dict[str, Any], Replaced]:  # fmt: skip
-    """(arguments, constants, what is replaced) that both kernels have. b: weights of all experts, one below the other."""
+    """(arguments, constants, what is replaced) that both kernels have. b: the weight that lies lowest."""
     depth, protocol = PANEL_BYTES // b.itemsize, protocol_arguments(domain, call, direct=True)
     block = (BLOCK_N, depth) if product.transposed else (depth, BLOCK_N)
     pitch = next(iter(tensors.values())).shape[1]
     arguments = dict(numbers_ptr=None) | tensors | {name: protocol[name] for name in of_protocol}
-    arguments |= dict(b_desc=descriptor(b, *block), n=product.features, k=product.depth, pitch=pitch)
+    arguments |= dict(b_desc=_anywhere(b, *block), n=product.features, k=product.depth, pitch=pitch)
     arguments |= dict(memory_at_ptr=call.slot.memory_at)
     constants = dict(
         WORLD=domain.world_size, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=depth, GROUP_M=plan.tile.group_m, STAGES=STAGES,
-        B_IS_NK=product.transposed, REVERSED=product.is_reversed, **LAUNCH,
+        B_IS_NK=product.transposed, **LAUNCH,
     )  # fmt: skip
     of_b: tuple[str, ...] = ("b_desc",)
     if product.scales is not None:
@@ -164,6 +164,23 @@ def _told(
         constants |= Scaling((product.scales,), of_blocks=True).constants
         of_b += ("b_half_desc",)
     return arguments, constants, (*((name,) for name in tensors), of_b, ("tag",))
+
+
+def _anywhere(b: torch.Tensor, *block: int) -> Any:
+    """The descriptor of matrices like b, in blocks [1, *block]: at (i, row, column), of that which begins 16 i bytes behind b."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    shape, strides = [_MOST_STEPS, *b.shape], [16 // b.itemsize, *b.stride()]
+    return TensorDescriptor(b, shape, strides, [1, *block], shared_layout((1, *block), b.dtype))
+
+
+def _on_device(domain: OverlapDomain, at: tuple[int, ...]) -> torch.Tensor:
+    """int32. Layers' weights lie alike, in few ways: each is copied once."""
+    known = domain.places_of_weights.get(at)
+    if known is None:
+        table = torch.tensor(at, dtype=torch.int32)
+        known = domain.places_of_weights.put(at, table.to(domain.device, non_blocking=True))
+    return known
 
 
 def _grid(domain: OverlapDomain, plan: EnginePlan) -> tuple[int]:

@@ -27,7 +27,7 @@ from . import low_latency
 from .blocks import BLOCK, new_packed, new_rows
 from .expert_tables import LEAST_ROWS, Tables, expert_tables
 from .gemm_ar import sums_sent_on
-from .grouped import GroupedProduct
+from .grouped import Matrices
 from .launch_experts import dispatch_and_multiply, multiply_and_combine
 from .messages import open_rows
 from .plan import EnginePlan, Plan
@@ -129,8 +129,8 @@ def launches_of_experts(
         _Rehearsal(domain, plan.request),
         copy.copy(domain),
     )
-    here.workspace, is_reversed = workspace, GroupedProduct(weights, True).is_reversed
     new, rows = partial(torch.empty, device="meta"), LEAST_ROWS
+    here.workspace, here.places_of_weights = workspace, {(): new(len(weights), dtype=torch.int32)}  # type: ignore[assignment]
     probs = new(rows, dtype=torch.float32) if has_probs else None
     tables = Tables(*(new(4, dtype=torch.int32) for _ in Tables._fields))
     of_rows = new(rows, dtype=torch.int64)
@@ -140,9 +140,9 @@ def launches_of_experts(
         for transposed in (True, False):  # forward; backward, of the other operator
             sent, features = (k, n) if transposed else (n, k)
             product: Any = SimpleNamespace(
-                is_reversed=is_reversed and not in_fp8, transposed=transposed or in_fp8, features=features, depth=sent,
+                transposed=transposed or in_fp8, features=features, depth=sent,
                 scales=new(1, dtype=torch.float32) if in_fp8 else None,
-                stack=new(len(weights), features, sent, dtype=FORWARD) if in_fp8 else new(len(weights), n, k, dtype=dtype),
+                matrices=Matrices(new(features, sent, dtype=FORWARD) if in_fp8 else new(n, k, dtype=dtype), ()),
             )  # fmt: skip
             matrix = new_packed(new(rows, sent)).view(torch.uint8) if in_fp8 else new(rows, sent, dtype=dtype)
             numbers = probs if engine.kind.receives == transposed else None

@@ -29,8 +29,8 @@ def check(case: Case, problem: Experts, seed: int, runs_as: str = "", **told: An
     """check_problem, for `fused` with features that it serves, and with room for what one rank gets."""
     method, case = case.config.method, replace(case, config=replace(case.config, experts_room=64.0))
     if method == "fused" or case.config.fp8 != "off":
-        unit = 64 if case.config.fp8 == "off" else 128
-        problem = replace(problem, features=unit * (1 + seed % 5), hidden=unit * (1 + seed % 3))
+        unit = 16 if case.config.fp8 == "off" else 128
+        problem = replace(problem, features=unit * (1 + seed % 23), hidden=unit * (1 + seed % 19))
     assert check_problem(case, problem, seed, **told) == (runs_as or method)
 
 
@@ -81,8 +81,10 @@ def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("method", ["fused"])
-def test_fused_falls_back_to_chunked_for_other_features(case: Case) -> None:
-    assert check_problem(case, Experts(2 * case.world, 2, (9,) * case.world, 72, 64), seed=1) == "chunked"
+@pytest.mark.parametrize(("features", "hidden", "runs_as"), [(8, 264, "fused"), (328, 24, "fused"), (64, 68, "chunked")])
+def test_features_that_fused_takes(case: Case, features: int, hidden: int, runs_as: str) -> None:
+    """Multiples of 8: else it falls back."""
+    assert check_problem(case, Experts(2 * case.world, 2, (9,) * case.world, features, hidden), seed=1) == runs_as
 
 
 def test_sums_are_in_order_of_expert(case: Case) -> None:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +22,7 @@ from overlap_train.kernels import hopper_gemm_combine as combine
 from overlap_train.kernels import signal_words
 from overlap_train.kernels.signal_words import MAX_CHUNKS
 from overlap_train.ops.expert_tables import Tables, expert_chunks
-from overlap_train.ops.grouped import BlockProduct, GroupedProduct
+from overlap_train.ops.grouped import BlockProduct, GroupedProduct, Matrices
 from tests.protocol.tables_of_experts import tables_of
 from tests.unit.hopper_model import ORDER, python_of
 
@@ -154,15 +153,15 @@ class Warps:
     def load_tile(
         self, panels: object, step: int, upper_desc: object, lower_desc: object, b_desc: object, *places: Any
     ) -> int:
-        self.tiles.append(tuple(int(place) for place in places[:4]))
+        self.tiles.append(tuple(int(place) for place in (*places[:4], places[-1])))
         self.known.append(set(self.own.waited))
         return step
 
     def take_quarter(self, outbox: object, turn: int, part: int, half: int) -> Any:
         """Whose elements say from which row of a and column of b they come."""
-        upper, lower, col, _ = self.tiles[turn]
+        upper, lower, col, _, matrix = self.tiles[turn]
         rows = (lower if part else upper) + torch.arange(64)
-        cols = col + half * 128 + torch.arange(128)
+        cols = matrix * N + col + half * 128 + torch.arange(128)
         values = rows[:, None] * 100_000 + cols
         return SimpleNamespace(
             shape=values.shape,
@@ -263,8 +262,8 @@ def test_dispatched_rows_arrive_once_and_are_multiplied_where_they_lie(seed: int
         expected = torch.tensor([[1_000_000 * source + 10 * row + col for col in range(K)] for _, source, row in rows])
         assert torch.equal(own.rows(len(rows)), expected.view(len(rows), K))
         assert own.numbers(len(rows)).tolist() == [row + 0.5 for *_, row in rows]
-        for b_is_nk, is_reversed in product((True, False), repeat=2):
-            _multiply_and_store(group, rank, counts, b_is_nk, is_reversed)
+        for b_is_nk in (True, False):
+            _multiply_and_store(group, rank, counts, b_is_nk)
 
 
 def _sent(group: list[Rank], counts: Counts, rank: int, target: int, chunk: int) -> bool:
@@ -280,14 +279,15 @@ def _sending(warps: Warps) -> tuple[Any, ...]:
     return (None, *warps.places)
 
 
-def _multiply_and_store(group: list[Rank], rank: int, counts: Counts, b_is_nk: bool, is_reversed: bool) -> None:
+def _multiply_and_store(group: list[Rank], rank: int, counts: Counts, b_is_nk: bool) -> None:
     own, warps, world, here = group[rank], Warps(group, rank), len(counts), counts.shape[2]
     own.waited.clear()
-    b_desc = SimpleNamespace(shape=[here * (N if b_is_nk else K), K if b_is_nk else N])
+    matrices = [here + 3 - expert for expert in range(here)]  # where they lie: anywhere
     pairs, rows = Pointer(own.tables.pairs.ravel()), placed(counts, rank)
     segments = Pointer(own.tables.segments.ravel())
     warps.names()["load_experts"](
-        None, None, None, b_desc, pairs, segments, None, (0, WORD, 0, 0, 0), N, K, world, *BLOCKS, 4, b_is_nk, is_reversed, True
+        None, None, None, None, Pointer(torch.tensor(matrices)), pairs, segments, None, (0, WORD, 0, 0, 0), N, K, world,
+        *BLOCKS, 4, b_is_nk, True,
     )  # fmt: skip
     assert len(set(own.waited)) == len(own.waited), "each signal once"
     needed: set[int] = set()
@@ -296,8 +296,7 @@ def _multiply_and_store(group: list[Rank], rank: int, counts: Counts, b_is_nk: b
         assert warps.known[tile] == needed, "for its own rows, and no others"
     y = torch.full((len(rows) * N,), EMPTY)
     python_of(dispatch._store, **warps.names())(None, None, Pointer(y), pairs, N, BLOCK_M, BLOCK_N, GROUP_M)
-    places = [here - 1 - expert if is_reversed else expert for expert, *_ in rows]
-    _check_products(y.view(-1, N), places, warps, b_is_nk)
+    _check_products(y.view(-1, N), [matrices[expert] for expert, *_ in rows], warps)
 
 
 def _tiles(tables: Tables) -> list[list[int]]:
@@ -307,36 +306,50 @@ def _tiles(tables: Tables) -> list[list[int]]:
     return [pairs[pair] for pair in order]
 
 
-def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps, b_is_nk: bool) -> None:
+def _check_products(y: torch.Tensor, of_rows: list[int], warps: Warps) -> None:
     """Each row comes from its own row of a, and columns one by one from those of its expert's weight."""
     assert (y != EMPTY).all()
     expected = torch.arange(len(of_rows))[:, None] * 100_000 + torch.arange(N)
-    if b_is_nk:
-        expected += torch.tensor(of_rows, dtype=torch.int64)[:, None] * N
+    expected += torch.tensor(of_rows, dtype=torch.int64)[:, None] * N
     assert torch.equal(y, expected)
-    starts = {0} if b_is_nk else {expert * K for expert in of_rows}
-    assert not of_rows or {first_k for *_, first_k in warps.tiles} == starts
+    assert {first_k for *_, first_k, _ in warps.tiles} <= {0}
     last = max(len(of_rows), 64)
     assert all(row >= 0 and row + 64 <= last for upper, lower, *_ in warps.tiles for row in (upper, lower))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 1, 2)])
-def test_weights_that_lie_together_are_not_copied(order: tuple[int, ...]) -> None:
-    """One after the other, or one before the other, as Megatron's distributed optimizer has them."""
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 1, 2), (2,)])
+def test_weights_are_not_copied_wherever_they_lie(order: tuple[int, ...]) -> None:
+    """By kernels; the library wants one after the other."""
     memory = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
     weights = [memory[place] for place in order]
     grouped = GroupedProduct(weights, True, SimpleNamespace(stacked=None))
-    assert grouped.is_reversed == (order == (3, 2, 1, 0))
-    assert torch.equal(grouped.stack, torch.stack(weights[::-1] if grouped.is_reversed else weights))
-    assert (grouped.stack.data_ptr() == memory.data_ptr()) == (order in ((0, 1, 2, 3), (3, 2, 1, 0)))
+    assert grouped.matrices.lowest.data_ptr() == memory[min(order)].data_ptr()
+    assert grouped.matrices.at == tuple(12 * (place - min(order)) for place in order)
+    assert torch.equal(grouped._stacked, torch.stack(weights))  # type: ignore[arg-type]
+    assert (grouped._stacked.data_ptr() == weights[0].data_ptr()) == (order in ((0, 1, 2, 3), (2,)))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["not on 16 bytes", "far apart", "transposed"])
+def test_weights_that_a_descriptor_does_not_reach_are_put_together(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [*torch.arange(4 * 4 * 8.0).view(4, 4, 8)]
+    if how == "not on 16 bytes":
+        weights[2] = torch.cat((weights[2].flatten()[:1], weights[2].flatten()))[1:].view(4, 8)
+    elif how == "transposed":
+        weights[1] = weights[1].t().contiguous().t()
+    else:
+        monkeypatch.setattr("overlap_train.ops.grouped._REACH", 128)
+    made = Matrices.of(weights)
+    assert made.at == (0, 8, 16, 24) and torch.equal(
+        made.lowest.as_strided((4, 4, 8), (32, 8, 1)), torch.stack(weights)
+    )
 
 
 def test_what_is_kept_of_weights_is_made_anew_where_fp8_comes_or_goes() -> None:
     weights, first = [torch.full((128, 128), value) for value in (1.0, 2.0)], SimpleNamespace(stacked=None)
     for _ in range(2):
-        assert torch.equal(GroupedProduct(weights, True, first).stack, torch.stack(weights))
+        assert torch.equal(GroupedProduct(weights, True, first)._stacked, torch.stack(weights))  # type: ignore[arg-type]
         rounded = BlockProduct(SimpleNamespace(on_gpu=False), weights, True, first)  # type: ignore[arg-type]
-        assert torch.equal(rounded._of_values.stack, torch.stack(weights))
+        assert torch.equal(rounded._of_values._stacked, torch.stack(weights))  # type: ignore[arg-type]
 
 
 def test_chunks_grow() -> None:
@@ -366,8 +379,9 @@ def test_finished_rows_go_back_to_where_they_came_from(seed: int, with_numbers: 
         pairs, segments, peers = (
             Pointer(each.ravel()) for each in (own.tables.pairs, own.tables.segments, own.tables.peers)
         )
+        in_order = Pointer(torch.arange(counts.shape[2]))
         warps.names()["load_experts"](
-            None, None, None, None, pairs, segments, None, None, N, K, world, *BLOCKS, 4, True, False, False
+            None, None, None, None, in_order, pairs, segments, None, None, N, K, world, *BLOCKS, 4, True, False
         )
         numbers = Pointer(torch.arange(len(rows)) + 1000.0 * rank) if with_numbers else None
         python_of(combine._send, **warps.names())(

@@ -108,7 +108,7 @@ def compiled_kernel(
     constants = {"LOCAL": constants["WORLD"]} | constants | ({} if bias else {"bias_ptr": None})
     constants |= {} if numbers else {"numbers_ptr": None}
     if "pairs_ptr" in kernel.arg_names:  # of experts
-        constants = {"STEP": STEP // 2, "REVERSED": False} | constants
+        constants = {"STEP": STEP // 2} | constants
         constants |= {} if constants["SCALING"] else {"b_half_desc": None}
     elif "own_desc" in kernel.arg_names:
         constants = {"DIRECT": False, "PIECE": 16384, "STEP": STEP // 2} | constants
@@ -121,6 +121,8 @@ def compiled_kernel(
     panel, out = _descriptor(PART_M, depth, dtype=formats[0]), _descriptor(1, PART_M, half_n)
     b, b_half = (_descriptor(*((n, depth) if b_is_nk else (depth, n)), dtype=formats[1]) for n in (2 * half_n, half_n))
     types = dict.fromkeys(("own_desc", "gathered_desc", "a_desc", "rows_desc"), panel)
+    if "b_at_ptr" in kernel.arg_names:
+        b = _descriptor(1, *((2 * half_n, depth) if b_is_nk else (depth, 2 * half_n)), dtype=formats[1])
     types |= {"b_desc": b, "b_half_desc": b_half}
     types["received_desc"] = panel if "own_desc" in kernel.arg_names else _descriptor(PART_M, half_n)
     types |= dict.fromkeys(("y_desc", *(f"to{step}_desc" for step in range(1, 8))), out)
@@ -128,7 +130,7 @@ def compiled_kernel(
     types |= dict.fromkeys(("a_scale_ptr", "b_scale_ptr", "gathered_scale_ptr", "numbers_ptr"), "*fp32")
     types |= dict.fromkeys(("like_ptr", "y_ptr", "bias_ptr"), "*bf16") | {"own_ptr": f"*{formats[0]}"}
     types["x_ptr"] = "*u8" if constants["SCALING"] else "*bf16"
-    types |= dict.fromkeys(("pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
+    types |= dict.fromkeys(("b_at_ptr", "pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
     whole = ("n", "k", "pitch")  # m_shard is not specialised: rows are any number
     aligned = [
         name

@@ -259,6 +259,7 @@ def _compiled_experts(has_probs: bool, fp8: str) -> tuple[int, int, list[str]]:
     (n, k), here, bf16 = (256, 128), 2, torch.bfloat16
     with _watched(100 + has_probs + 2 * (fp8 != "off")) as (started, launches, late):
         domain, weights = Domain(), [torch.zeros(n, k, dtype=bf16)] * here
+        domain.places_of_weights = SimpleNamespace(get=lambda at: torch.tensor(at, dtype=torch.int32))  # type: ignore[assignment]
         request, config = Request("dispatch_linear", "", 1 << 19), OverlapConfig(method="fused", fp8=fp8)
         plan = make_expert_plan(DISPATCH_LINEAR, config, domain.topology, bf16, request, None, here)
         compile_routing_ahead(domain, 70, 2 * here)

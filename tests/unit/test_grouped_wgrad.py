@@ -301,5 +301,5 @@ def test_the_kernel_spills_nothing_and_reads_both_operands_transposed(
     name = {"bf16": "bf16", "fp16": "f16"}[dtype]
     products = re.findall(rf"wgmma\.mma_async\S+m64n256k16\.f32\.{name}\.{name} .*?, 1, 1, 1, 1;", ptx)
     assert len(products) == 2 * 4, "both operands transposed, of each group 16 rows at once"
-    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v2\.f32", ptx)) == 2 * 64 * adds, "128 numbers of a thread"
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.v4\.f32", ptx)) == 2 * 32 * adds, "128 numbers of a thread"
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", ptx)) == 2 * 2 * 2 * (not adds)
