@@ -147,7 +147,9 @@ def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc,
 def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
     """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large as one block, or two or four."""
     place = panels[1].index(stage)
-    FIT: gl.constexpr = place.shape[-2] * place.shape[-1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)
+    FIT: gl.constexpr = (
+        place.shape[-2] * place.shape[-1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)
+    )
     shape: gl.constexpr = desc.block_type.shape[-2:]
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, desc.dtype)
     return reinterpret(place, desc.dtype, [FIT] + shape, layout).index(PLACE)

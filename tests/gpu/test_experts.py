@@ -81,7 +81,9 @@ def test_other_dtypes(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("method", ["fused"])
-@pytest.mark.parametrize(("features", "hidden", "runs_as"), [(8, 264, "fused"), (328, 24, "fused"), (64, 68, "chunked")])
+@pytest.mark.parametrize(
+    ("features", "hidden", "runs_as"), [(8, 264, "fused"), (328, 24, "fused"), (64, 68, "chunked")]
+)
 def test_features_that_fused_takes(case: Case, features: int, hidden: int, runs_as: str) -> None:
     """Multiples of 8: else it falls back."""
     assert check_problem(case, Experts(2 * case.world, 2, (9,) * case.world, features, hidden), seed=1) == runs_as
