@@ -22,6 +22,7 @@ from .hopper_experts import (
     FIRST_PIECES,
     PEER_WORDS,
     PIECE_WORDS,
+    in_vectors,
     leave_quarter,
     load_experts,
     multiply_experts,
@@ -110,6 +111,7 @@ def hopper_dispatch_gemm_kernel(
     b [N, K] or, without B_IS_NK, [K, N]: b_desc, b_at [E/W] (_anywhere in ops/launch_experts.py); y [R, N]. numbers: fp32, or
     None. STEP: elements that a CTA has in flight."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
+    n, pitch = in_vectors(n), in_vectors(pitch)
     panels, tiles = make_rings(rows_desc, b_desc, STAGES, READERS=PARTS + 1)
     scales = (a_scale_ptr, pitch // 4, b_scale_ptr)
     outbox = make_outbox_of(y_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)

@@ -29,6 +29,13 @@ SLICE = gl.constexpr(8)  # rows of a quarter that the storing warps have in regi
 
 
 @gluon.jit
+def in_vectors(count):
+    """A number of elements of 16 bits that are whole vectors of 16 bytes, so that Triton sees it: of itself it looks for
+    multiples of 16 alone, and stores two bytes at once elsewhere."""
+    return count // 8 * 8
+
+
+@gluon.jit
 def tile_of_experts(index, pairs_ptr, n, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr):
     """Tile `index` -> (expert, first row, end of the expert's rows, chunk, tile column)."""
     pair, tile_n = tile_in_groups(index, gl.load(pairs_ptr), gl.cdiv(n, BLOCK_N), GROUP_M)

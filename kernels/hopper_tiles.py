@@ -119,12 +119,10 @@ def load_tile(panels, step, upper_desc, lower_desc, b_desc, upper_row, lower_row
         b_row, b_column = b_first_k + k * BLOCK_K, b_col
         if B_IS_NK:
             b_row, b_column = b_column, b_row
-        panel = b_place(panels, stage, b_desc)
         if b_at is None:
-            tma_load(b_desc, [b_row, b_column], full, panel)
+            tma_load(b_desc, [b_row, b_column], full, b_place(panels, stage, b_desc))
         else:
-            panel = reinterpret(panel, b_desc.dtype, b_desc.block_type.shape, b_desc.layout)
-            tma_load(b_desc, [b_at, b_row, b_column], full, panel)
+            tma_load(b_desc, [b_at, b_row, b_column], full, panels[1].index(stage))
         step += 1
     return step
 

@@ -11,11 +11,11 @@ import torch
 
 from ..group.domain import OverlapDomain
 from .blocks import BLOCK, squares, unpacked_rows
+from .launch_experts import MOST_STEPS
 from .quantize import Quantized
 from .routing import Places
 
 _LEAST_EXPERTS = 8  # below, a product for each expert is as fast
-_REACH = 16 << 31  # bytes
 
 
 def _has_kernel(device: torch.device) -> bool:
@@ -25,8 +25,8 @@ def _has_kernel(device: torch.device) -> bool:
 
 class GroupedProduct:
     """Products with the weights [N, K] of this rank's experts. transposed: of rows [*, K] with w.T; else of rows [*, N].
-    first: weights[0] as the caller has it. Weights that lie apart are put together where it has an attribute `stacked`, and kept
-    there, until it is set to None; else each is multiplied by itself.
+    first: weights[0] as the caller has it. The library multiplies weights that lie apart each by itself; where `first` has an
+    attribute `stacked` they are put together, and kept there until it is set to None. Kernels read `matrices`.
 
     depth: of the contraction. scales: of the weights, for kernels; None: they have none.
     """
@@ -109,9 +109,9 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor]) -> Matrices:
-        """A copy, side by side, where TMA does not reach them: it wants starts on 16 bytes, and has 31 bits for such steps."""
+        """A copy, side by side, where TMA does not reach them: it wants starts on 16 bytes, and has MOST_STEPS of these."""
         starts = [matrix.data_ptr() for matrix in matrices]
-        are_reached = max(starts) - min(starts) < _REACH and not any(start % 16 for start in starts)
+        are_reached = max(starts) - min(starts) < 16 * MOST_STEPS and not any(start % 16 for start in starts)
         if not are_reached or not all(matrix.is_contiguous() for matrix in matrices):
             matrices = torch.stack([*matrices]).unbind(0)
             starts = [matrix.data_ptr() for matrix in matrices]
@@ -140,7 +140,12 @@ class BlockProduct:
         numbers, scales = (kept.rows, kept.inverse) if transposed else (kept.columns, kept.inverse_of_columns)
         assert numbers is not None and scales is not None, "both are kept"
         self.stack, self.scales = numbers.view(self._experts, self.features, self.depth), scales
-        self.matrices = Matrices.of(self.stack.unbind(0))
+
+    @cached_property
+    def matrices(self) -> Matrices:
+        """The weights as a kernel finds them."""
+        step = self.stack[0].nbytes // 16
+        return Matrices(self.stack[0], tuple(range(0, self._experts * step, step)))
 
     @cached_property
     def _of_values(self) -> GroupedProduct:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _COMBINE = ("counter_ptr", "complete_ptr", "left_ptr", "epoch_ptr", "outgoing_at_ptr", "abort_ptr", "tag")
 _DISPATCH = (*_COMBINE, "signals_ptr", "record_ptr", "limit")  # it also waits
 MOST_RANKS = 8  # a warp notes in 64 bits which of the chunks of all ranks it has waited for
-_MOST_STEPS = (1 << 31) - 1  # of 16 bytes, that a coordinate has
+MOST_STEPS = (1 << 31) - 1  # of 16 bytes, behind the lowest weight: what a coordinate holds
 # Of an operand, as its descriptor says: one launch serves any number. No strip ends beyond the last row.
 _MOST_ROWS = 1 << 24
 
@@ -170,7 +170,7 @@ def _anywhere(b: torch.Tensor, *block: int) -> Any:
     """The descriptor of matrices like b, in blocks [1, *block]: at (i, row, column), of that which begins 16 i bytes behind b."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    shape, strides = [_MOST_STEPS, *b.shape], [16 // b.itemsize, *b.stride()]
+    shape, strides = [MOST_STEPS, *b.shape], [16 // b.itemsize, *b.stride()]
     return TensorDescriptor(b, shape, strides, [1, *block], shared_layout((1, *block), b.dtype))
 
 

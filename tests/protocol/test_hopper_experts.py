@@ -337,8 +337,11 @@ def test_weights_that_a_descriptor_does_not_reach_are_put_together(how: str, mon
     elif how == "transposed":
         weights[1] = weights[1].t().contiguous().t()
     else:
-        monkeypatch.setattr("overlap_train.ops.grouped._REACH", 128)
+        monkeypatch.setattr("overlap_train.ops.grouped.MOST_STEPS", 25)
+        assert Matrices.of(weights).lowest.data_ptr() == weights[0].data_ptr(), "the last one begins at step 24"
+        monkeypatch.setattr("overlap_train.ops.grouped.MOST_STEPS", 24)
     made = Matrices.of(weights)
+    assert made.lowest.data_ptr() not in [weight.data_ptr() for weight in weights]
     assert made.at == (0, 8, 16, 24) and torch.equal(
         made.lowest.as_strided((4, 4, 8), (32, 8, 1)), torch.stack(weights)
     )

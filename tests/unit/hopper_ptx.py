@@ -77,9 +77,10 @@ def compiled(*how: Any, **switches: Any) -> tuple[str, int]:
 
 def compiled_kernel(
     kernel_name: str, b_is_nk: bool, formats: tuple[str, str] = ("bf16", "bf16"), bias: bool = False, numbers: bool = False,
-    **switches: int,
+    divisible: bool = True, **switches: int,
 ) -> Any:  # fmt: skip
-    """A kernel for 4 ranks and 2 chunks; formats: of a and b; numbers: rows of experts have one; switches: its constexprs."""
+    """A kernel for 4 ranks and 2 chunks; formats: of a and b; numbers: rows of experts have one; divisible: features are
+    multiples of 16; switches: its constexprs."""
     from overlap_train.ops.launch import (
         BLOCK_K,
         BLOCK_M,
@@ -131,7 +132,7 @@ def compiled_kernel(
     types |= dict.fromkeys(("like_ptr", "y_ptr", "bias_ptr"), "*bf16") | {"own_ptr": f"*{formats[0]}"}
     types["x_ptr"] = "*u8" if constants["SCALING"] else "*bf16"
     types |= dict.fromkeys(("b_at_ptr", "pairs_ptr", "pieces_ptr", "peers_ptr", "segments_ptr"), "*i32")
-    whole = ("n", "k", "pitch")  # m_shard is not specialised: rows are any number
+    whole = ("n", "k", "pitch") if divisible else ()  # m_shard is not specialised: rows are any number
     aligned = [
         name
         for name, param in zip(kernel.arg_names, kernel.params, strict=True)

@@ -266,7 +266,7 @@ def test_kernels_of_experts_send_16_bytes_a_thread_and_their_registers_are_enoug
     compiled: Compile, compiling: ProcessPoolExecutor, kernel: str, numbers: bool
 ) -> None:
     """Rows that are sent are stored before they are counted, and all of them before the signal."""
-    for b_is_nk, world, how in ((True, 4, {}), (False, 8, {}), (True, 4, BLOCKS)):
+    for b_is_nk, world, how in ((True, 4, {}), (False, 8, {}), (True, 4, {"divisible": False}), (True, 4, BLOCKS)):
         ptx, shared = compiled(kernel, b_is_nk, numbers=numbers, WORLD=world, **how)
         _spills_no_more_than_it_may(compiling, ptx, shared)
         assert in_order(ptx, WIDE_STORE, COUNT, SIGNAL) and len(re.findall(WIDE_STORE, ptx)) >= 16
