@@ -30,8 +30,8 @@ SLICE = gl.constexpr(8)  # rows of a quarter that the storing warps have in regi
 
 @gluon.jit
 def in_vectors(count):
-    """A number of elements of 16 bits that are whole vectors of 16 bytes, so that Triton sees it: of itself it looks for
-    multiples of 16 alone, and stores two bytes at once elsewhere."""
+    """count, a multiple of 8, in a form that shows it. Triton itself notes only multiples of 16; of other rows of 16-bit elements
+    it would store two bytes at once, and not 16."""
     return count // 8 * 8
 
 

@@ -105,7 +105,7 @@ def hopper_gemm_combine_kernel(
     ops/launch_experts.py). numbers: fp32 [R], or None. like_ptr: a slot, for its dtype. In fp8 a is packed rows
     (ops/blocks.py), `pitch` bytes each."""
     gl.static_assert(num_warps == WARPS)  # of the first multiplying group
-    n, pitch = in_vectors(n), in_vectors(pitch)
+    n = in_vectors(n)
     panels, tiles = make_rings(a_desc, b_desc, STAGES, READERS=PARTS + 1)
     scales = (a_scale_ptr, pitch // 4, b_scale_ptr)
     outbox = make_outbox_of(like_ptr.dtype.element_ty, BLOCK_M // PARTS, BLOCK_N // 2, BUFFERS=1)

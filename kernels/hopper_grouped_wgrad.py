@@ -147,7 +147,7 @@ def _add(main_grad, values, row, col, sizes):
 @gluon.jit
 def _add_lines(main_grad, values, row, col, sizes):
     """_add, as far as values lie inside. An instruction of a warp adds whole lines, four columns a thread: as a product lies in
-    registers it would reach 32 bytes of eight lines each, and Qwen3's fc1 takes 741 us instead of 596."""
+    registers it would reach 32 bytes of eight lines each, and Qwen3's fc1 would take 741 us instead of 596."""
     _, n, k = sizes
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     values = gl.convert_layout(values, layout)

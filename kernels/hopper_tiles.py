@@ -116,9 +116,8 @@ def load_tile(panels, step, upper_desc, lower_desc, b_desc, upper_row, lower_row
         mbarrier.expect(full, PARTS * upper_desc.block_type.nbytes + b_desc.block_type.nbytes)
         tma_load(upper_desc, [upper_row, k * BLOCK_K], full, a_ring.index(stage * PARTS))
         tma_load(lower_desc, [lower_row, k * BLOCK_K], full, a_ring.index(stage * PARTS + 1))
-        b_row, b_column = b_first_k + k * BLOCK_K, b_col
-        if B_IS_NK:
-            b_row, b_column = b_column, b_row
+        b_k = b_first_k + k * BLOCK_K
+        b_row, b_column = (b_col, b_k) if B_IS_NK else (b_k, b_col)
         if b_at is None:
             tma_load(b_desc, [b_row, b_column], full, b_place(panels, stage, b_desc))
         else:
@@ -143,7 +142,8 @@ def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc,
 
 @gluon.jit
 def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
-    """Where a block of `desc` lies in a stage: in the place of B's panel, which is as large as one block, or two or four."""
+    """Where a block of `desc`, its last two dimensions, lies in a stage: in the place of B's panel, which is as large as one block,
+    or two or four."""
     place = panels[1].index(stage)
     FIT: gl.constexpr = (
         place.shape[-2] * place.shape[-1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)

@@ -70,11 +70,11 @@ class GroupedProduct:
         if len(self._weights) < _LEAST_EXPERTS or not _has_kernel(rows.device):
             return False
         fits = rows.dtype == torch.bfloat16 and not any(size % 8 for size in self._weights[0].shape)
-        return fits and rows.is_contiguous() and self._stacked is not None
+        return fits and rows.is_contiguous() and self.stacked is not None
 
     def _grouped(self, rows: torch.Tensor, places: Places) -> torch.Tensor:
-        assert self._stacked is not None, "asked by _is_grouped"
-        b = self._stacked.mT if self.transposed else self._stacked
+        assert self.stacked is not None, "asked by _is_grouped"
+        b = self.stacked.mT if self.transposed else self.stacked
         return torch.nn.functional.grouped_mm(rows, b, offs=places.ends)
 
     @cached_property
@@ -83,7 +83,7 @@ class GroupedProduct:
         return Matrices.of(self._weights)
 
     @cached_property
-    def _stacked(self) -> torch.Tensor | None:
+    def stacked(self) -> torch.Tensor | None:
         """[E/W, N, K], if there is one. Weights that lie one after the other, as those of one parameter, are not copied."""
         first, last = self._weights[0], self._weights[-1]
         at, size = [weight.data_ptr() for weight in self._weights], first.nbytes
@@ -132,7 +132,7 @@ class BlockProduct:
         self.features, self.depth = (n, k) if transposed else (k, n)
         kept = getattr(first, "stacked", None)
         if not isinstance(kept, Quantized):  # none, or that of a call that is not in fp8
-            is_kept, stack = hasattr(first, "stacked"), GroupedProduct(weights, True)._stacked
+            is_kept, stack = hasattr(first, "stacked"), GroupedProduct(weights, True).stacked
             stack = torch.stack([*weights]) if stack is None else stack
             kept = squares(domain, stack.flatten(0, 1), is_kept or transposed, is_kept or not transposed, n)
             if is_kept:

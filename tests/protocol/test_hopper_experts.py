@@ -325,8 +325,8 @@ def test_weights_are_not_copied_wherever_they_lie(order: tuple[int, ...]) -> Non
     grouped = GroupedProduct(weights, True, SimpleNamespace(stacked=None))
     assert grouped.matrices.lowest.data_ptr() == memory[min(order)].data_ptr()
     assert grouped.matrices.at == tuple(12 * (place - min(order)) for place in order)
-    assert torch.equal(grouped._stacked, torch.stack(weights))  # type: ignore[arg-type]
-    assert (grouped._stacked.data_ptr() == weights[0].data_ptr()) == (order in ((0, 1, 2, 3), (2,)))  # type: ignore[union-attr]
+    assert torch.equal(grouped.stacked, torch.stack(weights))  # type: ignore[arg-type]
+    assert (grouped.stacked.data_ptr() == weights[0].data_ptr()) == (order in ((0, 1, 2, 3), (2,)))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("how", ["not on 16 bytes", "far apart", "transposed"])
@@ -350,9 +350,9 @@ def test_weights_that_a_descriptor_does_not_reach_are_put_together(how: str, mon
 def test_what_is_kept_of_weights_is_made_anew_where_fp8_comes_or_goes() -> None:
     weights, first = [torch.full((128, 128), value) for value in (1.0, 2.0)], SimpleNamespace(stacked=None)
     for _ in range(2):
-        assert torch.equal(GroupedProduct(weights, True, first)._stacked, torch.stack(weights))  # type: ignore[arg-type]
+        assert torch.equal(GroupedProduct(weights, True, first).stacked, torch.stack(weights))  # type: ignore[arg-type]
         rounded = BlockProduct(SimpleNamespace(on_gpu=False), weights, True, first)  # type: ignore[arg-type]
-        assert torch.equal(rounded._of_values._stacked, torch.stack(weights))  # type: ignore[arg-type]
+        assert torch.equal(rounded._of_values.stacked, torch.stack(weights))  # type: ignore[arg-type]
 
 
 def test_chunks_grow() -> None:
