@@ -142,8 +142,8 @@ def load_tile_or_half(panels, step, upper_desc, lower_desc, b_desc, b_half_desc,
 
 @gluon.jit
 def b_place(panels, stage, desc, PLACE: gl.constexpr = 0):
-    """Where a block of `desc`, its last two dimensions, lies in a stage: in the place of B's panel, which is as large as one block,
-    or two or four."""
+    """Where a block [..., rows, columns] of `desc` lies in a stage: in the place of B's panel, which is as large as one block, or
+    two or four."""
     place = panels[1].index(stage)
     FIT: gl.constexpr = (
         place.shape[-2] * place.shape[-1] * place.dtype.primitive_bitwidth // (8 * desc.block_type.nbytes)
