@@ -33,8 +33,11 @@ SEQUENCE, BATCH, VOCABULARY, MICROBATCHES, STEPS = 1024, 2, 512, 2, 40
 
 @pytest.fixture(scope="module")
 def layout(group: dist.ProcessGroup) -> Iterator[int]:
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size(group))
-    yield dist.get_world_size(group)
+    world = dist.get_world_size(group)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=world, expert_model_parallel_size=world, expert_tensor_parallel_size=1
+    )
+    yield world
     parallel_state.destroy_model_parallel()
 
 
@@ -90,9 +93,9 @@ def _batches(device: torch.device) -> Iterator[torch.Tensor]:
 
 
 def _train(
-    tensor_parallel: int, overlap: OverlapConfig | None, steps: int, device: torch.device
+    tensor_parallel: int, overlap: OverlapConfig | None, steps: int, device: torch.device, **changes: Any
 ) -> tuple[list[float], Any]:
-    model, optimizer = wrapped_gpt(model_config(tensor_parallel), overlap)
+    model, optimizer = wrapped_gpt(model_config(tensor_parallel, **changes), overlap)
     data, losses = _batches(device), []
     for _ in range(steps):
         model.zero_grad_buffer()
@@ -142,6 +145,29 @@ def test_training_under_stress_matches_megatron(
     ran = [linear for linear in report(model).linears if linear.slot]
     assert len(ran) == 3 * 4 + 1
     assert all(linear.overlapped_calls == STEPS * MICROBATCHES and not linear.fallback_calls for linear in ran)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("experts", [4, 16])
+def test_experts_train_as_megatrons(
+    layout: int, device: torch.device, provider: str, method: str, wait_s: float, experts: int
+) -> None:
+    """Few and many experts of a rank, with the bits of a second run."""
+    of_experts = dict(
+        num_moe_experts=experts * layout, moe_router_topk=2, moe_ffn_hidden_size=264, moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=layout, expert_tensor_parallel_size=1, moe_router_load_balancing_type="none",
+    )  # fmt: skip
+    overlap = OverlapConfig(method=method, provider=provider, timeout_s=wait_s, experts=True, experts_room=8.0)
+
+    def train(overlap: OverlapConfig | None) -> tuple[list[float], Any]:
+        return _train(layout, overlap, STEPS // 2, device, **of_experts)
+
+    (losses, model), (again, _), (baseline, _) = train(overlap), train(overlap), train(None)
+    assert method == "collective" or losses == again
+    assert abs(losses[0] - baseline[0]) < 2**-8 * baseline[0]
+    assert losses[-1] < 0.8 * losses[0] and baseline[-1] < 0.8 * baseline[0]
+    ran = [row for row in report(model).linears if row.slot == "experts"]
+    assert len(ran) == 3 and all(row.overlapped_calls and not row.fallback_calls for row in ran)
 
 
 def test_gradients_match_megatron(layout: int, device: torch.device, provider: str, method: str, wait_s: float) -> None:
