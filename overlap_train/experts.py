@@ -11,7 +11,6 @@ then source rank (this rank, rank-1, ...), then token (ops/routing.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -25,7 +24,7 @@ from .linear import applied, as_a_whole, once_differentiable
 from .ops.blocks import packed_rows, unpacked_rows
 from .ops.experts import ExpertCall, routing_op
 from .ops.grouped import BlockProduct, GroupedProduct
-from .ops.grouped_wgrad import add_grouped
+from .ops.grouped_wgrad import grouped_gradients
 from .ops.plan_cache import OnPlan
 from .ops.planned import PlannedOp
 from .ops.routing import Routing
@@ -243,20 +242,22 @@ def _weight_gradients(
     """dy.T @ x of each expert's rows, both in placed order; None where it is not wanted, or in main_grad."""
     if x is None or dy is None:
         return [None] * len(ctx.weights)
-    places, wanted = ctx.routing.all_places, ctx.needs_input_grad[1:]
+    places, main_grad = ctx.routing.all_places, op.plan.config.main_grad
     # torch makes the list anew each time: 1 ms for 64 experts
     edges = SimpleNamespace(next_functions=ctx.next_functions)
-    gradients = [
-        WeightGradient(weight, op.plan.config.main_grad, ctx=edges, number=number) if wanted[number - 1] else None
-        for number, weight in enumerate(ctx.weights, 1)
-    ]
+    wanted = ctx.needs_input_grad[1 : 1 + len(ctx.weights)]
     with profiled(op.tags.ranges.wgrad):
-        if not add_grouped(op.domain, gradients, dy, x, places):
-            for gradient, first, count in zip(gradients, places.starts, places.counts, strict=True):
-                if gradient is not None:
-                    gradient.add(dy[first : first + count], x[first : first + count])
-    placeholder = cache(lambda: torch.empty_like(ctx.weights[0]))
-    return [None if gradient is None else gradient.result(placeholder) for gradient in gradients]
+        dws = grouped_gradients(op.domain, ctx.weights, main_grad, edges, dy, x, places) if all(wanted) else None
+        if dws is not None:
+            return dws
+        dws = [None] * len(wanted)
+        for number, is_wanted in enumerate(wanted):
+            if is_wanted:
+                rows = slice(places.starts[number], places.starts[number] + places.counts[number])
+                gradient = WeightGradient(ctx.weights[number], main_grad, ctx=edges, number=number + 1)
+                gradient.add(dy[rows], x[rows])
+                dws[number] = gradient.result()
+        return dws
 
 
 _apply_dispatch, _apply_combine = applied(_DispatchLinear), applied(_LinearCombine)

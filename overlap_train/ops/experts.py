@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 
@@ -86,17 +87,18 @@ class ExpertCall:
         self._spec, self._x, self._weights, self._probs, self._routing = spec, x, weights, probs, routing
         self._name, self._on_plan, self._cache = name, on_plan, cache_of(routing.domain, name)
         self._config = config = config or self._cache.defaults
-        trained = dict(x=x.requires_grad, w=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
-        self._trains_w = trained["w"]
+        trains_w = torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), weights))
+        trained = dict(x=x.requires_grad, w=trains_w)
+        self._trains_w = trains_w
         self._trains = in_words(trained)
         probs_train = probs is not None and torch.is_grad_enabled() and probs.requires_grad
         self._with_probs = "" if probs is None else ", probs that require grad" if probs_train else ", probs"
         # All that is checked once: of known calls only the number of rows may be wrong. The first part ranks have in common.
-        shapes = frozenset((each.shape, each.dtype) for each in weights)
+        shapes = frozenset(map(attrgetter("shape", "dtype"), weights))
         self._common = (
             spec.name, routing.experts, shapes, x.shape[1:], x.dtype, self._with_probs, self._trains, config.agreed
         )  # fmt: skip
-        kinds = frozenset((type(each), each.device) for each in weights)
+        kinds = frozenset(map(type, weights)), frozenset(map(attrgetter("device"), weights))
         of_probs = None if probs is None else (probs.shape[1:], probs.dtype, probs.device)
         self._key = (*self._common, len(weights), kinds, x.device, of_probs, config)
         self._problem = tensor_error(name, operands) or autocast_error(name, x)

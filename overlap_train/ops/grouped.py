@@ -4,7 +4,8 @@ on GPUs in bf16 one grouped kernel, where experts are many."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -110,13 +111,14 @@ class Matrices(NamedTuple):
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor]) -> Matrices:
         """A copy, side by side, where TMA does not reach them: it wants starts on 16 bytes, and has MOST_STEPS of these."""
-        starts = [matrix.data_ptr() for matrix in matrices]
-        are_reached = max(starts) - min(starts) < 16 * MOST_STEPS and not any(start % 16 for start in starts)
-        if not are_reached or not all(matrix.is_contiguous() for matrix in matrices):
-            matrices = torch.stack([*matrices]).unbind(0)
-            starts = [matrix.data_ptr() for matrix in matrices]
+        starts = [*map(torch.Tensor.data_ptr, matrices)]
         lowest = min(starts)
-        return cls(matrices[starts.index(lowest)], tuple((start - lowest) // 16 for start in starts))
+        are_reached = max(starts) - lowest < 16 * MOST_STEPS and reduce(or_, starts) % 16 == 0
+        if not are_reached or not all(map(torch.Tensor.is_contiguous, matrices)):
+            matrices = torch.stack([*matrices]).unbind(0)
+            starts = [*map(torch.Tensor.data_ptr, matrices)]
+            lowest = starts[0]
+        return cls(matrices[starts.index(lowest)], tuple([(start - lowest) // 16 for start in starts]))
 
 
 class BlockProduct:

@@ -8,6 +8,8 @@ Sums are in fp32, in order of rows: returned, rounded once, or added to fp32 mai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ..group.domain import OverlapDomain
 from ..select.tiles import tma_reads
 from .launch import BLOCK_K, BLOCK_M, BLOCK_N, LAUNCH, PART_M, STAGES, grid_size, shared_layout, stored
 from .routing import Places
-from .wgrad import WeightGradient
+from .wgrad import note_added, target_of, unmark
 
 _LEAST_EXPERTS = 2  # of four of Mixtral, one GEMM after the other takes 1.08 to 1.15 times as long as all at once
 _COUNTERS = 2
@@ -27,24 +29,32 @@ _ANY = 0x7FFF_0000  # coordinates that have no edge
 _WRAP = (1 << 64) // _RAGGED  # a stride: _RAGGED of these steps are 2**64, so nothing
 
 
-def add_grouped(
-    domain: OverlapDomain, gradients: Sequence[WeightGradient | None], dy: torch.Tensor, x: torch.Tensor, places: Places
-) -> bool:
-    """Add the product of each expert's rows of dy [R, N] and x [R, K], both in placed order, to its gradient; None: it has none.
-    False: the kernel does not serve, and nothing was done."""
-    wanted = [gradient for gradient in gradients if gradient is not None]
-    main_grads = [gradient.target for gradient in wanted if gradient.target is not None]
-    addresses = tuple(main_grad.data_ptr() for main_grad in main_grads)
-    if len(wanted) < len(gradients) or not _has_kernel(dy, x, main_grads, addresses, len(wanted)):
-        return False
-    dws = None if main_grads else x.new_empty(len(wanted), dy.shape[1], x.shape[1])
+def grouped_gradients(
+    domain: OverlapDomain, weights: Sequence[torch.Tensor], main_grad: str, ctx: Any, dy: torch.Tensor, x: torch.Tensor,
+    places: Places,
+) -> list[torch.Tensor | None] | None:  # fmt: skip
+    """What autograd gets of each weight [N, K], for dy [R, N] and x [R, K] in placed order: dw, or None where it is in main_grad.
+    None instead of all: the kernel does not serve, and nothing was done.
+
+    main_grad, ctx: see WeightGradient; the weights are its tensors from number 1 on.
+    """
+    targets = [target_of(weight, main_grad, ctx, number) for number, weight in enumerate(weights, 1)]
+    main_grads = [target for target in targets if target is not None]
+    addresses = tuple(map(torch.Tensor.data_ptr, main_grads))
+    if not _has_kernel(dy, x, main_grads, addresses, len(weights)):
+        return None
+    dws = None if main_grads else x.new_empty(len(weights), dy.shape[1], x.shape[1])
     tensors = (dy, x, dws, _words(domain, addresses), places.ends)
     values = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-    key = ("grouped wgrad", len(wanted), dy.shape[1], x.shape[1], x.dtype, dws is None, values[-1] % 16)
+    key = ("grouped wgrad", len(weights), dy.shape[1], x.shape[1], x.dtype, dws is None, values[-1] % 16)
     domain.launches.run(key, values, _launch, *tensors)
-    for number, gradient in enumerate(wanted):
-        gradient.take(None if dws is None else dws[number])
-    return True
+    placeholder = cache(lambda: torch.empty_like(weights[0]))
+    for number, weight in enumerate(weights, 1):
+        if dws is not None:
+            unmark(weight, ctx, number)
+        elif ctx is not None:
+            note_added(weight, ctx, number, placeholder)
+    return [None] * len(weights) if dws is None else [*dws]
 
 
 def _has_kernel(
@@ -53,11 +63,10 @@ def _has_kernel(
     """Whether the kernel serves: gradients of one kind, matrices that TMA reads, main_grad that no two experts share."""
     if experts < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, dy.shape[1], x.shape[1]):
         return False
-    if len(set(addresses)) not in (0, experts) or any(at % 16 for at in (*addresses, dy.data_ptr(), x.data_ptr())):
+    if len(set(addresses)) not in (0, experts) or reduce(or_, addresses, dy.data_ptr() | x.data_ptr()) % 16:
         return False
-    if any(main_grad.dtype != torch.float32 for main_grad in main_grads):
-        return False
-    return all(matrix.is_contiguous() for matrix in (dy, x, *main_grads))
+    are_fp32 = all(main_grad.dtype is torch.float32 for main_grad in main_grads)
+    return are_fp32 and all(map(torch.Tensor.is_contiguous, (dy, x, *main_grads)))
 
 
 def _words(domain: OverlapDomain, addresses: tuple[int, ...]) -> torch.Tensor:

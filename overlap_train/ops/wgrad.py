@@ -38,15 +38,7 @@ class WeightGradient:
         self, weight: torch.Tensor, main_grad: str, parts: int = 1, ctx: Any = None, store: Any = None, number: int = 1
     ) -> None:
         self._weight, self._ctx, self._store, self.is_delayed = weight, ctx, store, store is not None
-        self._number = number
-        self._target = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
-        if self._target is not None and (is_watched(weight) or not is_accumulated(ctx, number)):
-            self._target = None
-        if self._target is not None and self._target.shape != weight.shape:
-            raise ValueError(
-                f"weight.main_grad is {list(self._target.shape)}, the weight {list(weight.shape)}; give main_grad the weight's "
-                f"shape, or use main_grad='off' ({flag_name('main_grad')})"
-            )
+        self._number, self._target = number, target_of(weight, main_grad, ctx, number)
         self._dw: torch.Tensor | None = None
         self._sums_apart = parts > 1 and (self._target is None or self._target.dtype != torch.float32)
 
@@ -62,15 +54,6 @@ class WeightGradient:
             store.put([], lambda: (weight.grad, None))  # for its owner, who takes one for each backward
             store = None
         return cls(weight, ctx.linear.plan.config.main_grad, ctx=ctx, store=store)
-
-    @property
-    def target(self) -> torch.Tensor | None:
-        """main_grad, which the gradient is added to; None: it is returned."""
-        return self._target
-
-    def take(self, dw: torch.Tensor | None) -> None:
-        """Have dw as the gradient, all of it; None: a kernel adds it to target."""
-        self._dw = dw
 
     def add(self, dy: torch.Tensor, x: torch.Tensor) -> None:
         """Add the product of one part's rows."""
@@ -115,8 +98,8 @@ class WeightGradient:
         else:
             x.accumulate(self._target, dy_nm)
 
-    def result(self, placeholder: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """dw for autograd; None if it is delayed, or goes into `weight.main_grad`. placeholder: as in note_added. Called once."""
+    def result(self) -> torch.Tensor | None:
+        """dw for autograd; None if it is delayed, or goes into `weight.main_grad`. Called once."""
         ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
             unmark(self._weight, ctx, self._number)
@@ -124,12 +107,25 @@ class WeightGradient:
         if self._dw is not None:
             self._target.add_(self._dw)
         if ctx is not None:
-            note_added(self._weight, ctx, self._number, placeholder)
+            note_added(self._weight, ctx, self._number)
         return None
 
     def _in_dtype_of_weight(self) -> torch.Tensor | None:
         dw, dtype = self._dw, self._weight.dtype
         return dw if dw is None or dw.dtype is dtype else dw.to(dtype)
+
+
+def target_of(weight: torch.Tensor, main_grad: str, ctx: Any, number: int) -> torch.Tensor | None:
+    """weight.main_grad, if the gradient is added to it; None: it is returned. Arguments: see WeightGradient."""
+    target: torch.Tensor | None = getattr(weight, "main_grad", None) if main_grad == "accumulate" else None
+    if target is None or is_watched(weight) or not is_accumulated(ctx, number):
+        return None
+    if target.shape != weight.shape:
+        raise ValueError(
+            f"weight.main_grad is {list(target.shape)}, the weight {list(weight.shape)}; give main_grad the weight's "
+            f"shape, or use main_grad='off' ({flag_name('main_grad')})"
+        )
+    return target
 
 
 def is_watched(weight: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ from overlap_train.gpu.launch import Launch, entry_of, layout_of
 from overlap_train.kernels import hopper_grouped_wgrad as kernels
 from overlap_train.ops import grouped_wgrad
 from overlap_train.ops.routing import Places
-from overlap_train.ops.wgrad import WeightGradient
 from tests.expert_cases import grouped_gradients
 from tests.unit import hopper_ptx
 from tests.unit.hopper_model import LANGUAGE, ORDER, Nothing, Word, python_of
@@ -182,11 +181,10 @@ class Experts:
             for at, count in zip(starts, counts, strict=True)
         ]
 
-    def gradients(self) -> list[WeightGradient | None]:
-        return [WeightGradient(weight, "accumulate") for weight in self.weights]
-
-    def add(self, gradients: Sequence[WeightGradient | None]) -> bool:
-        return grouped_wgrad.add_grouped(self.domain, gradients, self.dy, self.x, self.places)
+    def gradients(self) -> list[torch.Tensor | None] | None:
+        return grouped_wgrad.grouped_gradients(
+            self.domain, self.weights, "accumulate", None, self.dy, self.x, self.places
+        )
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -218,52 +216,33 @@ def test_gradients_are_returned_or_added_to_main_grad_and_addresses_copied_once(
     for one in (Experts(counts, 16, 8), Experts(counts, 16, 8).with_main_grads()):
         for call in (1, 2):
             gradients = one.gradients()
-            assert one.add(gradients)
-            for weight, gradient, expected in zip(one.weights, gradients, one.expected(), strict=True):
-                assert gradient is not None
+            assert gradients is not None
+            for weight, dw, expected in zip(one.weights, gradients, one.expected(), strict=True):
                 if hasattr(weight, "main_grad"):
-                    assert gradient.result() is None
-                    assert torch.equal(weight.main_grad.double(), 0.5 + call * expected)
+                    assert dw is None and torch.equal(weight.main_grad.double(), 0.5 + call * expected)
                 else:
-                    dw = gradient.result()
                     assert dw is not None and dw.dtype == torch.bfloat16 and torch.equal(dw.double(), expected)
         words = [told[3] for told in one.launches.told]
         is_kept = hasattr(one.weights[0], "main_grad")
         assert (words[0] is words[1]) is is_kept and len(one.domain.main_grad_addresses) == is_kept
 
 
-def _without_main_grad(one: Experts) -> list[WeightGradient | None]:
-    del one.weights[3].main_grad
-    return one.gradients()
-
-
-def _two_share_one(one: Experts) -> list[WeightGradient | None]:
-    one.weights[3].main_grad = one.weights[2].main_grad
-    return one.gradients()
-
-
-def _each(one: Experts, change: Callable[[torch.Tensor], torch.Tensor]) -> list[WeightGradient | None]:
+def _each(one: Experts, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """With another main_grad of each weight."""
     for weight in one.weights:
         weight.main_grad = change(weight.main_grad)
-    return one.gradients()
 
 
-def _with(one: Experts, **operands: torch.Tensor) -> list[WeightGradient | None]:
-    vars(one).update(operands)
-    return one.gradients()
-
-
-OTHERS: dict[str, Callable[[Experts], list[WeightGradient | None]]] = {
-    "only one": lambda one: one.gradients()[:1],
-    "one is frozen": lambda one: [None, *one.gradients()[1:]],
-    "one has no main_grad": _without_main_grad,
-    "two share one": _two_share_one,
+OTHERS: dict[str, Callable[[Experts], object]] = {
+    "only one": lambda one: vars(one).update(weights=one.weights[:1]),
+    "one has no main_grad": lambda one: delattr(one.weights[3], "main_grad"),
+    "two share one": lambda one: setattr(one.weights[3], "main_grad", one.weights[2].main_grad),
     "in 16 bits": lambda one: _each(one, torch.Tensor.bfloat16),
     "columns first": lambda one: _each(one, lambda main_grad: main_grad.t().contiguous().t()),
-    "unaligned": lambda one: _with(one, x=torch.cat((one.x.flatten()[:1], one.x.flatten()))[1:].view(one.x.shape)),
-    "apart": lambda one: _with(one, dy=torch.cat((one.dy, one.dy), 1)[:, :16]),
-    "no rows": lambda one: _with(one, dy=one.dy[:0], x=one.x[:0]),
+    "main_grad unaligned": lambda one: setattr(one.weights[0], "main_grad", torch.zeros(16 * 8 + 1)[1:].view(16, 8)),
+    "unaligned": lambda one: vars(one).update(x=torch.cat((one.x.flatten()[:1], one.x.flatten()))[1:].view_as(one.x)),
+    "apart": lambda one: vars(one).update(dy=torch.cat((one.dy, one.dy), 1)[:, :16]),
+    "no rows": lambda one: vars(one).update(dy=one.dy[:0], x=one.x[:0]),
 }
 
 
@@ -271,14 +250,15 @@ OTHERS: dict[str, Callable[[Experts], list[WeightGradient | None]]] = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_what_the_kernel_does_not_serve_is_left_alone(what: str) -> None:
     one = Experts((2,) * 9, 16, 8).with_main_grads()
-    assert one.add(one.gradients()) and len(one.launches.told) == 1
-    assert not one.add(OTHERS[what](one)) and len(one.launches.told) == 1
+    assert one.gradients() is not None and len(one.launches.told) == 1
+    OTHERS[what](one)
+    assert one.gradients() is None and len(one.launches.told) == 1
 
 
 @pytest.mark.usefixtures("on_hopper")
 def test_features_that_tma_does_not_read_are_left_alone() -> None:
     for n, k in ((12, 8), (8, 12)):
-        assert not Experts((2,) * 8, n, k).add(Experts((2,) * 8, n, k).gradients())
+        assert Experts((2,) * 8, n, k).gradients() is None
 
 
 def _compiled(adds: bool, dtype: str, divisible: bool) -> tuple[str, int, dict[str, str], hopper_ptx.Resources]:
