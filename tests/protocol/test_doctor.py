@@ -96,7 +96,7 @@ def test_a_rank_without_signals_is_named(script_server: ScriptServer, tmp_path: 
 
 
 def test_an_operator_that_raises_on_one_rank(script_server: ScriptServer, tmp_path: Path) -> None:
-    status, said = doctor(script_server, tmp_path, "--limit", "8", faults=("raises",))
+    status, said = doctor(script_server, tmp_path, "--limit", "16", faults=("raises",))
     assert status == 1
     assert "'NoneType' object is not callable" in failures(tmp_path)["operator", 1]
     assert "rank 1" in failures(tmp_path).get(("operator", 0), "rank 1"), said
