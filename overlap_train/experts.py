@@ -11,6 +11,7 @@ then source rank (this rank, rank-1, ...), then token (ops/routing.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -250,14 +251,16 @@ def _weight_gradients(
         dws = grouped_gradients(op.domain, ctx.weights, main_grad, edges, dy, x, places) if all(wanted) else None
         if dws is not None:
             return dws
-        dws = [None] * len(wanted)
-        for number, is_wanted in enumerate(wanted):
-            if is_wanted:
-                rows = slice(places.starts[number], places.starts[number] + places.counts[number])
-                gradient = WeightGradient(ctx.weights[number], main_grad, ctx=edges, number=number + 1)
-                gradient.add(dy[rows], x[rows])
-                dws[number] = gradient.result()
-        return dws
+        # All are made, and so checked, before one is added.
+        gradients = [
+            WeightGradient(weight, main_grad, ctx=edges, number=number) if is_wanted else None
+            for number, (weight, is_wanted) in enumerate(zip(ctx.weights, wanted, strict=True), 1)
+        ]
+        for gradient, first, count in zip(gradients, places.starts, places.counts, strict=True):
+            if gradient is not None:
+                gradient.add(dy[first : first + count], x[first : first + count])
+        placeholder = cache(lambda: torch.empty_like(ctx.weights[0]))
+        return [None if gradient is None else gradient.result(placeholder) for gradient in gradients]
 
 
 _apply_dispatch, _apply_combine = applied(_DispatchLinear), applied(_LinearCombine)

@@ -38,10 +38,12 @@ def grouped_gradients(
 
     main_grad, ctx: see WeightGradient; the weights are its tensors from number 1 on.
     """
+    if len(weights) < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, dy.shape[1], x.shape[1]):
+        return None  # before weights are looked at
     targets = [target_of(weight, main_grad, ctx, number) for number, weight in enumerate(weights, 1)]
     main_grads = [target for target in targets if target is not None]
     addresses = tuple(map(torch.Tensor.data_ptr, main_grads))
-    if not _has_kernel(dy, x, main_grads, addresses, len(weights)):
+    if not _fit(dy, x, main_grads, addresses, len(weights)):
         return None
     dws = None if main_grads else x.new_empty(len(weights), dy.shape[1], x.shape[1])
     tensors = (dy, x, dws, _words(domain, addresses), places.ends)
@@ -57,12 +59,10 @@ def grouped_gradients(
     return [None] * len(weights) if dws is None else [*dws]
 
 
-def _has_kernel(
+def _fit(
     dy: torch.Tensor, x: torch.Tensor, main_grads: Sequence[torch.Tensor], addresses: Sequence[int], experts: int
 ) -> bool:
-    """Whether the kernel serves: gradients of one kind, matrices that TMA reads, main_grad that no two experts share."""
-    if experts < _LEAST_EXPERTS or not len(x) or not tma_reads(x.device, x.dtype, dy.shape[1], x.shape[1]):
-        return False
+    """Whether gradients are of one kind, main_grad in fp32 that no two experts share, and all lie as TMA and `red` want."""
     if len(set(addresses)) not in (0, experts) or reduce(or_, addresses, dy.data_ptr() | x.data_ptr()) % 16:
         return False
     are_fp32 = all(main_grad.dtype is torch.float32 for main_grad in main_grads)

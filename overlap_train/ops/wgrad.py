@@ -98,8 +98,8 @@ class WeightGradient:
         else:
             x.accumulate(self._target, dy_nm)
 
-    def result(self) -> torch.Tensor | None:
-        """dw for autograd; None if it is delayed, or goes into `weight.main_grad`. Called once."""
+    def result(self, placeholder: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """dw for autograd; None if it is delayed, or goes into `weight.main_grad`. placeholder: as in note_added. Called once."""
         ctx, self._ctx = self._ctx, None  # a store would keep the graph alive
         if self._target is None:
             unmark(self._weight, ctx, self._number)
@@ -107,7 +107,7 @@ class WeightGradient:
         if self._dw is not None:
             self._target.add_(self._dw)
         if ctx is not None:
-            note_added(self._weight, ctx, self._number)
+            note_added(self._weight, ctx, self._number, placeholder)
         return None
 
     def _in_dtype_of_weight(self) -> torch.Tensor | None:

@@ -293,19 +293,49 @@ def _many(rank: int, world: int) -> list[str]:
         w = [torch.ones(8, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(8)]
         for weight in w:
             weight.main_grad, weight.grad_added_to_main_grad = torch.ones(8, 16), False  # type: ignore[attr-defined]
-        for _ in range(2):
-            routing = expert_routing(_in_turn(20, 8 * world), group=case.group, config=case.config)
+
+        def sum_of_y() -> torch.Tensor:
             y, _ = dispatch_linear(torch.ones(20, 16, dtype=torch.bfloat16), w, routing, config=case.config)
-            y.backward(torch.ones_like(y))
-    for weight, count in zip(w, routing.all_places.counts, strict=True):
-        assert (weight.main_grad == 1 + 2 * count).all() and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+            return y.sum()
+
+        def added() -> list[float]:
+            """How often its rows each main_grad holds."""
+            assert all((weight.main_grad == weight.main_grad[0, 0]).all() for weight in w)  # type: ignore[attr-defined]
+            return [(weight.main_grad[0, 0].item() - 1) / count for weight, count in zip(w, counts, strict=True)]  # type: ignore[attr-defined]
+
+        routing = expert_routing(_in_turn(20, 8 * world), group=case.group, config=case.config)
+        counts = routing.all_places.counts
+        for _ in range(2):
+            sum_of_y().backward()
+        assert added() == [2] * 8 and all(weight.grad_added_to_main_grad for weight in w)  # type: ignore[attr-defined]
+        assert len({weight.grad.data_ptr() for weight in w}) == 1, "all have one placeholder"  # type: ignore[union-attr]
+        # Who asks for gradients, or looks at them, gets them.
+        asked, seen = torch.autograd.grad(sum_of_y(), w), list[float]()
+        assert [dw[0, 0].item() for dw in asked] == counts
+        hooks = [weight.register_hook(lambda dw: seen.append(dw[0, 0].item())) for weight in w]
+        for weight in w:
+            weight.grad = None
+        sum_of_y().backward()
+        assert sorted(seen) == sorted(counts) and not any(weight.grad_added_to_main_grad for weight in w)  # type: ignore[attr-defined]
+        assert [weight.grad[0, 0].item() for weight in w] == counts and added() == [2] * 8  # type: ignore[index]
+        for weight, hook in zip(w, hooks, strict=True):
+            weight.grad = hook.remove()
+        # One is frozen: each of the others has a product.
+        w[1].requires_grad_(False)
+        sum_of_y().backward()
+        assert added() == [3, 2, *[3] * 6] and w[1].grad is None
+        assert len({weight.grad.data_ptr() for weight in (w[0], *w[2:])}) == 1  # type: ignore[union-attr]
+        w[3].main_grad = torch.ones(8, 8)  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=r"main_grad is \[8, 8\]"):
+            sum_of_y().backward()
+        assert added()[:3] == [3, 2, 3], "what is wrong is said before anything is added"
     shutdown()
     return launched
 
 
 def test_weight_gradients_of_many_experts_are_one_launch() -> None:
-    """Of both operators, returned; then of one, added in two micro-batches."""
-    assert values(run_ranks(2, _many)) == [["returned"] * 2 + ["added"] * 2] * 2
+    """Of both operators, returned; then of one, added in two micro-batches, and returned to those that ask."""
+    assert values(run_ranks(2, _many)) == [["returned"] * 2 + ["added"] * 2 + ["returned"] * 2] * 2
 
 
 class _Copies(TorchDispatchMode):
