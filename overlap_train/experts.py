@@ -248,6 +248,7 @@ def _weight_gradients(
     edges = SimpleNamespace(next_functions=ctx.next_functions)
     wanted = ctx.needs_input_grad[1 : 1 + len(ctx.weights)]
     with profiled(op.tags.ranges.wgrad):
+        # The kernel makes all: where one is frozen its product would be for nobody.
         dws = grouped_gradients(op.domain, ctx.weights, main_grad, edges, dy, x, places) if all(wanted) else None
         if dws is not None:
             return dws

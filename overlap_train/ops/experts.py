@@ -87,10 +87,8 @@ class ExpertCall:
         self._spec, self._x, self._weights, self._probs, self._routing = spec, x, weights, probs, routing
         self._name, self._on_plan, self._cache = name, on_plan, cache_of(routing.domain, name)
         self._config = config = config or self._cache.defaults
-        trains_w = torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), weights))
-        trained = dict(x=x.requires_grad, w=trains_w)
-        self._trains_w = trains_w
-        self._trains = in_words(trained)
+        self._trains_w = torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), weights))
+        self._trains = in_words(dict(x=x.requires_grad, w=self._trains_w))
         probs_train = probs is not None and torch.is_grad_enabled() and probs.requires_grad
         self._with_probs = "" if probs is None else ", probs that require grad" if probs_train else ", probs"
         # All that is checked once: of known calls only the number of rows may be wrong. The first part ranks have in common.

@@ -33,8 +33,9 @@ def grouped_gradients(
     domain: OverlapDomain, weights: Sequence[torch.Tensor], main_grad: str, ctx: Any, dy: torch.Tensor, x: torch.Tensor,
     places: Places,
 ) -> list[torch.Tensor | None] | None:  # fmt: skip
-    """What autograd gets of each weight [N, K], for dy [R, N] and x [R, K] in placed order: dw, or None where it is in main_grad.
-    None instead of all: the kernel does not serve, and nothing was done.
+    """dw [N, K] = dy.T @ x of each expert's rows, of dy [R, N] and x [R, K] in placed order: returned, as views of one tensor, or
+    added to main_grad, and the list has None in its place. Returns no list but None where the kernel does not serve: then nothing
+    was done.
 
     main_grad, ctx: see WeightGradient; the weights are its tensors from number 1 on.
     """
